@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kv_connector import _native
 from kv_connector.engine import (
+    DomainConfig,
     Event,
     EventKind,
     Handshake,
@@ -33,6 +34,13 @@ def event_of(native: _native._EventTuple) -> Event:
         None if error is None else TransferError._from_native(*error),
         tuple((peer, TransferError._from_native(*failure)) for peer, failure in failures),
     )
+
+
+def native_domains(domains: Sequence[DomainConfig]) -> list[_native._DomainTuple]:
+    return [
+        (d.provider, d.device, d.address, d.connections, d.fabric, d.seed, d.max_delay_us, d.copy_blocks)
+        for d in domains
+    ]
 
 
 def handshake_of(native: tuple[int, bytes, list[str]]) -> Handshake:

@@ -41,7 +41,14 @@ from kv_connector.engine import (
     TransferProgress,
 )
 from kv_connector.engine.callbacks import EventCallback, EventCallbacks, MessageCallback, MessageReader
-from kv_connector.engine.convert import buffer_range, event_of, handshake_of, paged_arguments, region_list
+from kv_connector.engine.convert import (
+    buffer_range,
+    event_of,
+    handshake_of,
+    native_domains,
+    paged_arguments,
+    region_list,
+)
 
 SharedMemory = _native.SharedMemory
 CompletionWord = _native.CompletionWord
@@ -81,19 +88,7 @@ class TransferEngine:
         self.config = config
         self._native = _native.TransferEngine(
             config.name,
-            [
-                (
-                    d.provider,
-                    d.device,
-                    d.address,
-                    d.connections,
-                    d.fabric,
-                    d.seed,
-                    d.max_delay_us,
-                    d.copy_blocks,
-                )
-                for d in config.domains
-            ],
+            native_domains(config.domains),
             config.allow_fallback,
             config.spin_us,
             config.workers,

@@ -108,9 +108,11 @@ class Meeting:
         deadline: float,
         sentinels: Sequence[int] = (),
     ) -> Passed:
-        """Sends ``descriptor`` and ``sentinels`` (pidfds) to every other rank and receives theirs. Blocks
-        until ``deadline`` at most (time.monotonic()). Raises nothing that a peer can cause: its failure is in
-        ``problems``.
+        """Sends ``descriptor`` and ``sentinels`` (pidfds) to every other rank of the node, and receives
+        theirs.
+
+        Blocks until ``deadline`` at most (time.monotonic()). Raises nothing that a peer can cause: its
+        failure is in ``problems``.
         """
         descriptors = [descriptor, *sentinels]
         passing = _Passing(self._listener, self.secret, rank, hellos, descriptors, deadline)
@@ -138,7 +140,8 @@ class _Passing:
         self._begin = time.monotonic()
         self._deadline = deadline
         self._passed = Passed()
-        self._missing = {hello.rank for hello in hellos} - {rank}
+        node = hellos[rank].machine
+        self._missing = {hello.rank for hello in hellos if hello.machine == node} - {rank}
         self._pidfds: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._open: dict[socket.socket, int | None] = {}

@@ -1,8 +1,9 @@
 """The forming of a group: collective, and with the same end on all ranks.
 
 1. Each rank makes its segment and its socket, and sends HELLO with what all must have alike.
-2. Each rank passes the descriptor of its segment to every other rank, and maps theirs.
-3. Each rank sends OUTCOME. A problem of one rank is the error of all.
+2. Each rank passes the descriptor of its segment to every other rank of its node, and maps theirs.
+3. If there are several nodes, each rank connects to the ranks of other nodes, by three rounds of LINKS.
+4. Each rank sends OUTCOME. A problem of one rank is the error of all.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kv_connector import __version__, _native
 from kv_connector.moe import columns
 from kv_connector.moe.descriptors import LEAVE, Connection, Meeting, Passed, ended
 from kv_connector.moe.fault import ExchangeError, GroupError
+from kv_connector.moe.lanes import Lanes, far_ranks
 from kv_connector.moe.sentinels import Sentinels
 from kv_connector.moe.settings import MAX_TIMEOUT, GroupSettings
 from kv_connector.moe.wire import (
@@ -29,9 +32,11 @@ from kv_connector.moe.wire import (
     Facts,
     FormingOutcome,
     Hello,
+    Links,
     bounded,
     encode,
     read_hellos,
+    read_links,
     read_outcomes,
 )
 
@@ -43,16 +48,27 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 # A process may have ended after its part of an exchange, which then still completes. The other ranks need
 # milliseconds for theirs.
 _GRACE_SECONDS = 2.0
+LINK_ROUNDS = 3
 CLOSE_SECONDS = 10.0
 
 
-def form(
-    settings: GroupSettings, exchange: Exchange
-) -> tuple[_native.MoeGroup, dict[int, Connection], Sentinels]:
-    """The native group with all ranks attached, the connections to them, and this rank's sentinels.
+@dataclass(frozen=True)
+class Formed:
+    """The parts of a formed group. Their owner closes them."""
 
-    Blocks for at most twice the timeout of the settings. Raises GroupError, on all ranks alike as far as they
-    live.
+    native: _native.MoeGroup
+    connections: dict[int, Connection]
+    """To the other ranks of this node."""
+    sentinels: Sentinels
+    lanes: Lanes | None
+    """To the ranks of other nodes. None: there is one node."""
+
+
+def form(settings: GroupSettings, exchange: Exchange) -> Formed:
+    """The native group with all ranks attached or joined, and what belongs to it.
+
+    ``exchange`` is called twice, and five times with several nodes. Each call, and the passing of memory, may
+    take up to the timeout of the settings. Raises GroupError, on all ranks alike as far as they live.
     """
     own = _Part(settings)
     try:
@@ -61,6 +77,8 @@ def form(
         messages = _exchange(exchange, encode(own.hello()), settings.timeout, "settings", {})
         hellos = read_hellos(messages, settings.ranks)
         own.attach(hellos, deadline)
+        if len({hello.machine for hello in hellos}) > 1:
+            own.connect(hellos, exchange)
         outcomes = own.outcomes(exchange)
         try:
             read_outcomes(outcomes, settings.ranks)
@@ -84,6 +102,7 @@ class _Part:
         self._meeting: Meeting | None = None
         self._descriptor: int | None = None
         self._sentinels: Sentinels | None = None
+        self._lanes: Lanes | None = None
         self.passed = Passed()
         self.problem = ""
         """Why this rank has no group, or ""."""
@@ -117,7 +136,7 @@ class _Part:
             release=__version__,
             rank=self._settings.rank,
             facts=Facts.of(self._settings),
-            machine=_machine(),
+            machine=_machine(self._settings.node),
             pid=os.getpid(),
             uid=os.geteuid(),
             name=meeting.name if meeting else bytes(NAME_BYTES),
@@ -150,6 +169,35 @@ class _Part:
         finally:
             self.passed.close_descriptors()
 
+    def connect(self, hellos: Sequence[Hello], exchange: Exchange) -> None:
+        """Connects to the ranks of other nodes. A failure is in ``problem``: it is exchanged first.
+
+        Collective. Raises ExchangeError.
+        """
+        assert self._native is not None
+        settings = self._settings
+        rounds = 0
+
+        def pass_links(to: Mapping[int, bytes]) -> Mapping[int, bytes]:
+            nonlocal rounds
+            rounds += 1
+            message = encode(Links(dict(to)))
+            peers = self.passed.connections
+            messages = _exchange(exchange, message, settings.timeout, "links", peers)
+            return read_links(messages, settings.ranks, settings.rank)
+
+        try:
+            self._lanes = Lanes(settings, far_ranks(settings.rank, hellos))
+            self._lanes.connect(pass_links)
+            self._native.join(self._lanes.native)
+        except GroupError:
+            raise
+        except Exception as error:
+            problem = f"it cannot connect to other nodes: {error}"
+            self.problem = f"{self.problem}; {problem}" if self.problem else problem
+        while rounds < LINK_ROUNDS:  # the other ranks wait for this rank's messages
+            pass_links({})
+
     def outcomes(self, exchange: Exchange) -> Sequence[bytes]:
         """The OUTCOME of every rank."""
         message = encode(FormingOutcome(bounded(self.problem)))
@@ -167,14 +215,15 @@ class _Part:
         for connection in self.passed.connections.values():
             connection.send(LEAVE)
 
-    def take(self) -> tuple[_native.MoeGroup, dict[int, Connection], Sentinels]:
+    def take(self) -> Formed:
         assert self._native is not None
         assert self._sentinels is not None
         native, self._native = self._native, None
         connections, self.passed = self.passed.connections, Passed()
         sentinels, self._sentinels = self._sentinels, None
         sentinels.release()
-        return native, connections, sentinels
+        lanes, self._lanes = self._lanes, None
+        return Formed(native, connections, sentinels, lanes)
 
     def close(self) -> None:
         if self._meeting is not None:
@@ -189,6 +238,8 @@ class _Part:
                 self._native.close(CLOSE_SECONDS)
             except Exception as error:
                 logger.warning("moe: rank %d cannot free its segment: %s", self._settings.rank, error)
+        if self._lanes is not None:
+            self._lanes.close()
 
 
 def _exchange(
@@ -257,8 +308,8 @@ def _readable(descriptors: Sequence[int], timeout: float) -> set[int]:
     return {descriptor for descriptor, _ in poll.poll(math.ceil(timeout * 1000))}
 
 
-def _machine() -> str:
-    """Equal for processes that can connect by abstract sockets and that see each other's pids."""
+def _machine(node: str) -> str:
+    """Equal for processes of a node that can connect by abstract sockets and that see each other's pids."""
     parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
     parts += [str(Path("/proc/self/ns", name).stat().st_ino) for name in ("net", "pid")]
-    return "/".join(parts)
+    return "/".join([*parts, node])

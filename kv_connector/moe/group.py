@@ -13,10 +13,8 @@ import torch
 
 from kv_connector import _native
 from kv_connector.moe import columns, forming, memory, metrics
-from kv_connector.moe.descriptors import Connection
 from kv_connector.moe.fault import EVICTED, LOST, NATIVE_CODES, TIMEOUTS, GroupError, LaunchFault
-from kv_connector.moe.forming import Exchange
-from kv_connector.moe.sentinels import Sentinels
+from kv_connector.moe.forming import Exchange, Formed
 from kv_connector.moe.settings import MAX_COLUMNS, GroupSettings
 from kv_connector.moe.watcher import Watcher
 
@@ -24,6 +22,8 @@ __all__ = ["Dispatched", "Exchange", "Group", "GroupError", "GroupSettings", "La
 
 logger = logging.getLogger("kv_connector")
 
+# A rank of another node answers a goodbye in a round trip, unless its process is stopped or out of reach.
+_LEAVE_SECONDS = 2.0
 _ID_TYPES = (torch.int32, torch.int64)
 # Native groups whose GPU did not come to rest. Their memory may still be written, so they are never freed.
 _kept: list[_native.MoeGroup] = []
@@ -52,19 +52,17 @@ class Group:
     captured into CUDA graphs. On host memory they return when the rows or sums of all ranks have arrived.
     """
 
-    def __init__(
-        self,
-        settings: GroupSettings,
-        native: _native.MoeGroup,
-        connections: dict[int, Connection],
-        sentinels: Sentinels,
-    ) -> None:
+    def __init__(self, settings: GroupSettings, formed: Formed) -> None:
+        native, connections = formed.native, formed.connections
         self.settings = settings
         self._native = native
+        self._lanes = formed.lanes
         self._closed = False
         self._lock = threading.Lock()
-        self._sentinels = sentinels
+        self._sentinels = formed.sentinels
         self._processes = {rank: connection.pid for rank, connection in connections.items()}
+        if formed.lanes is not None:
+            self._processes |= formed.lanes.processes
         self._first_gone: tuple[str, int, str] | None = None
         """Code, rank and sentence of the first rank that ended, or that another rank gave up."""
         self._left = ""
@@ -86,22 +84,25 @@ class Group:
         self._combine_areas = [
             segment[native.combine_offset(slot) :][:combine_bytes] for slot in range(settings.slots)
         ]
-        self._watcher = Watcher(connections.values(), self)
+        self._watcher = Watcher(connections.values(), self, formed.lanes)
 
     @classmethod
     def form(cls, settings: GroupSettings, exchange: Exchange) -> Self:
         """Forms the group of all ranks. Collective: every rank calls it, and all fail if one does.
 
-        ``exchange`` is called twice. Blocks for at most twice ``settings.timeout``. Raises GroupError.
+        ``exchange`` is called twice, and five times with ranks on several nodes. Each call, and the passing
+        of memory, may take up to ``settings.timeout``. Raises GroupError.
         """
-        native, connections, sentinels = forming.form(settings, exchange)
+        formed = forming.form(settings, exchange)
         try:
-            return cls(settings, native, connections, sentinels)
+            return cls(settings, formed)
         except BaseException:
-            for connection in connections.values():
+            for connection in formed.connections.values():
                 connection.close()
-            sentinels.close()
-            native.close(forming.CLOSE_SECONDS)
+            formed.sentinels.close()
+            formed.native.close(forming.CLOSE_SECONDS)
+            if formed.lanes is not None:
+                formed.lanes.close()
             raise
 
     def place(self, owners: Sequence[int] | None) -> None:
@@ -122,6 +123,7 @@ class Group:
             len(sizes) == settings.ranks
             and all(0 <= size <= settings.max_tokens for size in sizes)
             and columns.dispatch_bytes(sum(sizes), row_bytes) <= self._dispatch_bytes
+            and (self._lanes is None or row_bytes <= settings.row_bytes)  # the bound of packets
         )
 
     def dispatch(
@@ -267,6 +269,8 @@ class Group:
         # does not leave in good order: that would end the steps of ranks that have not learned it yet.
         if not (self.settings.survive and self.fault() == LaunchFault(EVICTED, self.settings.rank)):
             self._watcher.leave()
+            if self._lanes is not None:
+                self._lanes.native.leave(min(timeout, _LEAVE_SECONDS))
         try:
             self._native.close(timeout)
         except Exception as error:
@@ -275,6 +279,8 @@ class Group:
         finally:
             self._watcher.close()
             self._sentinels.close()
+            if self._lanes is not None:
+                self._lanes.close()
 
     def lost(self, rank: int, left: bool) -> None:
         """A report of the watcher."""
@@ -325,6 +331,9 @@ class Group:
     def _sentence(self, fault: LaunchFault) -> str:
         # A group that survives has gone on without the first rank that ended.
         gone = self._gone.get(fault.rank, ("", ""))[1] if self.settings.survive else self.explanation()
+        if not gone and self._lanes is not None and not self._closed:
+            failure = self._lanes.native.failure(fault.rank)
+            gone = f"{self._name(fault.rank)} cannot be reached: {failure}" if failure else ""
         reason = gone or "the group was closed meanwhile"
         if fault.code in TIMEOUTS:
             reason = f"{self._name(fault.rank)} {TIMEOUTS[fault.code].format(timeout=self.settings.timeout)}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kv_connector.engine import DomainConfig
+
 MAX_RANKS = 8
 MAX_COLUMNS = 8
 MAX_TOP_K = 32
@@ -19,13 +21,17 @@ MAX_TIMEOUT = 3600.0
 HIDDEN_UNIT = 8
 # In a group that survives, one block of threads combines a whole row.
 MAX_SURVIVING_HIDDEN = 8192
+MAX_LANES = 16
+MAX_NODE = 64
 # More is a mistake on every machine of today. The native class has the same limit.
 MAX_AREA_BYTES = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """The facts that a group is formed for. All ranks have the same, except ``rank`` and ``device``.
+    """The facts that a group is formed for. Only ``rank``, ``device`` and ``node`` differ between ranks.
+
+    The ranks have ``lanes`` of the same providers in the same order. Their devices and addresses may differ.
 
     Raises ValueError where a value is out of range.
     """
@@ -52,6 +58,11 @@ class GroupSettings:
     """Seconds that forming takes at most, and that a step waits for a rank that does not wait itself."""
     survive: bool = False
     """Steps go on without a rank that ends or is late. ``hidden`` is 8,192 at most."""
+    lanes: tuple[DomainConfig, ...] = ()
+    """This rank's NICs to other nodes, in order of preference. Empty: all ranks are on one node. Host memory
+    only, and not with ``survive``."""
+    node: str = ""
+    """Name of this rank's node among the nodes of one machine. Machines are always different nodes."""
 
     def __post_init__(self) -> None:
         _check("ranks", self.ranks, 1, MAX_RANKS)
@@ -70,6 +81,16 @@ class GroupSettings:
             _check("device", self.device, 0, 1 << 16)
         if not (math.isfinite(self.timeout) and 0 < self.timeout <= MAX_TIMEOUT):
             raise ValueError(f"timeout is {self.timeout}. Set a number of seconds up to {MAX_TIMEOUT:g}.")
+        if len(self.lanes) > MAX_LANES:
+            raise ValueError(f"lanes has {len(self.lanes)} entries. At most {MAX_LANES} are valid.")
+        if self.lanes and self.device is not None:
+            raise ValueError(
+                "lanes need host memory: the GPU kernels have no packets for other nodes. Leave device unset."
+            )
+        if self.lanes and self.survive:
+            raise ValueError("a group with lanes cannot survive the end of a rank. Set survive=False.")
+        if len(self.node) > MAX_NODE:
+            raise ValueError(f"node has {len(self.node)} characters. At most {MAX_NODE} are valid.")
         if (nbytes := self.ranks * self.max_tokens * max(self.row_bytes, 2 * self.hidden)) > MAX_AREA_BYTES:
             raise ValueError(f"an area would have {nbytes} bytes. Set a smaller max_tokens.")
 

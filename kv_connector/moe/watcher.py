@@ -1,4 +1,4 @@
-"""Notices within milliseconds that another rank's process has ended."""
+"""Notices within milliseconds that another rank's process has ended, on this node or on another one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from kv_connector.moe.descriptors import EVICT, LEAVE, Connection
+from kv_connector.moe.lanes import Lanes
 
 logger = logging.getLogger("kv_connector")
 
@@ -36,18 +37,21 @@ class WatcherReports(Protocol):
 class Watcher:
     """A daemon thread that reports once for each rank that ends or leaves, and each rank that is evicted.
 
-    Owns the connections: close() closes them.
+    Owns the connections: close() closes them. The lanes to other nodes stay the caller's.
     """
 
-    def __init__(self, connections: Iterable[Connection], reports: WatcherReports) -> None:
+    def __init__(
+        self, connections: Iterable[Connection], reports: WatcherReports, lanes: Lanes | None = None
+    ) -> None:
         self._connections = tuple(connections)
+        self._lanes = lanes
         self._reports = reports
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvc-moe-watcher", daemon=True)
         self._thread.start()
 
     def leave(self) -> None:
-        """Reports to the other ranks that this rank leaves in good order. Does not block."""
+        """Reports to the other ranks of the node that this rank leaves in good order. Does not block."""
         for connection in self._connections:
             connection.send(LEAVE)
 
@@ -55,6 +59,8 @@ class Watcher:
         """Reports to all other ranks that this rank no longer waits for ``rank``. Does not block."""
         for connection in self._connections:
             connection.send(EVICT + bytes([rank]))
+        if self._lanes is not None:
+            self._lanes.send(EVICT + bytes([rank]))
 
     def close(self) -> None:
         """Ends the thread and closes the connections. Not from the thread."""
@@ -72,6 +78,9 @@ class Watcher:
             for connection in self._connections:
                 for descriptor in (connection.socket.fileno(), *connection.pidfds):
                     selector.register(descriptor, selectors.EVENT_READ, connection)
+            if self._lanes is not None:
+                for descriptor in (self._lanes.native.departure_fd(), self._lanes.native.message_fd()):
+                    selector.register(descriptor, selectors.EVENT_READ, self._lanes)
             while True:
                 for key, _ in selector.select():
                     if selector.get_map().get(key.fd) != key:
@@ -79,7 +88,9 @@ class Watcher:
                     connection = key.data
                     if connection is None:
                         return
-                    if isinstance(connection, int):
+                    if isinstance(connection, Lanes):
+                        self._read_lanes(connection)
+                    elif isinstance(connection, int):
                         selector.unregister(key.fd)
                         self._reports.ended(connection)
                     elif self._read(connection):
@@ -115,6 +126,19 @@ class Watcher:
             self._reports.lost(connection.rank, left)
             self._log(connection, left)
             return True
+
+    def _read_lanes(self, lanes: Lanes) -> None:
+        # Before the departures: a rank may have evicted another rank, and ended after that.
+        for rank, message in lanes.native.receive():
+            if message[:-1] == EVICT:
+                self._reports.evicted(message[-1], rank)
+                logger.warning("moe: rank %d of another node evicted rank %d", rank, message[-1])
+        for rank, left, reason in lanes.native.departures():
+            self._reports.lost(rank, left)
+            if left:
+                logger.info("moe: rank %d of another node left the group", rank)
+            else:
+                logger.warning("moe: rank %d of another node cannot be reached: %s", rank, reason)
 
     def _log(self, connection: Connection, left: bool) -> None:
         who = connection.rank, connection.pid

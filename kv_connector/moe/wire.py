@@ -6,7 +6,6 @@ descriptor over a socket between two ranks.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
@@ -18,6 +17,8 @@ from kv_connector.moe.settings import GroupSettings
 
 # A HELLO has less than 2 KiB: a text of 1,024 characters, and numbers.
 MAX_BYTES = 8 << 10
+# A handshake of a link has a few KiB for each domain.
+MAX_LINKS_BYTES = 1 << 20
 MAX_TEXT = 1024
 NAME_BYTES = 16
 SECRET_BYTES = 32
@@ -27,6 +28,7 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, lt=limits.MAX_RANKS)]
 _Process = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 _User = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _Name = Annotated[bytes, msgspec.Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
+_Provider = Annotated[str, msgspec.Meta(max_length=64)]
 _Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
 
@@ -42,15 +44,16 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_SLOTS)]
     timeout: Annotated[float, msgspec.Meta(gt=0, le=limits.MAX_TIMEOUT)]
     survive: bool
+    lanes: Annotated[tuple[_Provider, ...], msgspec.Meta(max_length=limits.MAX_LANES)]
+    """Providers of the lanes to other nodes."""
     memory: Annotated[str, msgspec.Meta(max_length=16)]
     """"gpu" or "host"."""
 
     @classmethod
     def of(cls, settings: GroupSettings) -> Facts:
-        fields = dataclasses.asdict(settings)
-        device = fields.pop("device")
-        del fields["rank"]
-        return cls(**fields, memory="host" if device is None else "gpu")
+        fields = {name: getattr(settings, name) for name in cls.__struct_fields__ if hasattr(settings, name)}
+        fields["lanes"] = tuple(lane.provider for lane in settings.lanes)
+        return cls(**fields, memory="host" if settings.device is None else "gpu")
 
 
 class HelloRelease(msgspec.Struct, frozen=True):
@@ -66,7 +69,8 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"
     rank: _Rank
     facts: Facts
     machine: Annotated[str, msgspec.Meta(max_length=256)]
-    """Boot id and namespaces: processes with equal ones can pass descriptors to each other."""
+    """Boot id, namespaces and the name of the node: processes with equal ones pass descriptors to each other.
+    Others need lanes."""
     pid: _Process
     uid: _User
     name: _Name
@@ -75,6 +79,13 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"
     """A process that connects to this rank proves with it that it received this message."""
     problem: _Text = ""
     """Why this rank cannot take part, or ""."""
+
+
+class Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="links"):
+    """A step of connecting ranks of different nodes."""
+
+    to: dict[_Rank, bytes]
+    """The bytes for each rank of another node."""
 
 
 class FormingOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outcome"):
@@ -99,10 +110,10 @@ def encode(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(data: bytes, kind: type[_M]) -> _M:
+def decode(data: bytes, kind: type[_M], most: int = MAX_BYTES) -> _M:
     """Raises ValueError, whatever the bytes are."""
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"a message of {len(data)} bytes, at most {MAX_BYTES} are valid")
+    if len(data) > most:
+        raise ValueError(f"a message of {len(data)} bytes, at most {most} are valid")
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -142,14 +153,27 @@ def read_hellos(messages: Sequence[bytes], ranks: int) -> list[Hello]:
                     "Set the same value on all ranks."
                 )
     raise_problems(problems)
+    firsts: dict[str, Hello] = {}
     for rank, hello in enumerate(hellos):
-        if hello.machine != first.machine:
+        if hello.machine != first.machine and not first.facts.lanes:
             raise GroupError(
-                f"rank {rank} is on another machine than rank 0, or in other network or process namespaces"
+                f"rank {rank} is on another machine than rank 0, or in other network or process namespaces. "
+                "A group of several machines needs lanes."
             )
-        if hello.uid != first.uid:
-            raise GroupError(f"rank {rank} runs as user {hello.uid}, rank 0 as user {first.uid}")
+        of_node = firsts.setdefault(hello.machine, hello)
+        if hello.uid != of_node.uid:
+            raise GroupError(
+                f"rank {rank} runs as user {hello.uid}, rank {of_node.rank} as user {of_node.uid}"
+            )
     return hellos
+
+
+def read_links(messages: Sequence[bytes], ranks: int, rank: int) -> dict[int, bytes]:
+    """The bytes that each rank sent to ``rank``. Raises GroupError."""
+    if len(messages) != ranks:
+        raise GroupError(f"{len(messages)} ranks exchange messages, the setting ranks is {ranks}")
+    links = [_decode(message, Links, other, MAX_LINKS_BYTES) for other, message in enumerate(messages)]
+    return {other: one.to[rank] for other, one in enumerate(links) if rank in one.to}
 
 
 def read_outcomes(messages: Sequence[bytes], ranks: int) -> None:
@@ -164,8 +188,8 @@ def raise_problems(problems: Sequence[tuple[int, str]]) -> None:
         raise GroupError("; ".join(found))
 
 
-def _decode(message: bytes, kind: type[_M], rank: int) -> _M:
+def _decode(message: bytes, kind: type[_M], rank: int, most: int = MAX_BYTES) -> _M:
     try:
-        return decode(message, kind)
+        return decode(message, kind, most)
     except ValueError as error:
         raise GroupError(f"rank {rank} sent {error}") from None
