@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,7 +103,7 @@ class RankSide(Protocol):
 
     rank: int
 
-    def exchange(self, message: bytes) -> list[bytes]: ...
+    def exchange(self, message: bytes) -> Sequence[bytes]: ...
 
 
 def run_steps(side: RankPipe, ranks: int, count: int) -> tuple[int, int]:

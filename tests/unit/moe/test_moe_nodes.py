@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from kv_connector import _native
 from kv_connector.engine import DomainConfig, EngineConfig, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.moe import oracle, wire
-from kv_connector.moe.group import Group, GroupError, LaunchFault
+from kv_connector.moe.group import Exchange, Group, GroupError, LaunchFault
 from kv_connector.moe.settings import GroupSettings
 
 RANKS = 4
@@ -81,9 +81,12 @@ def test_every_array_equals_the_oracle_between_nodes(lane: str, nodes: tuple[str
 
 
 class ThreadSide:
-    def __init__(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
+    def __init__(self, rank: int, exchange: Exchange) -> None:
         self.rank = rank
-        self.exchange = exchange
+        self._exchange = exchange
+
+    def exchange(self, message: bytes) -> Sequence[bytes]:
+        return self._exchange(message)
 
 
 def test_every_array_equals_the_oracle_between_nodes_over_sim() -> None:
@@ -121,7 +124,6 @@ def large_steps(side: RankPipe, lane: DomainConfig) -> tuple[int, int]:
         side.rank, ("a", "b"), lane, hidden=hidden, top_k=4, max_tokens=tokens, row_bytes=9000
     )
     group = Group.form(settings, side.exchange)
-    draw = torch.Generator().manual_seed(side.rank)
     inputs = []
     for rank in range(2):
         draw = torch.Generator().manual_seed(rank)
@@ -231,6 +233,24 @@ def test_rank_that_leaves_ends_no_step_of_others_and_leaves_nothing_open() -> No
     closing[1].join()
     assert open_files() == before
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvc-")]
+
+
+def test_rank_that_a_rank_of_another_node_evicts_ends_its_own_step() -> None:
+    """The timeout is 30 s, and its end would have another code."""
+    lane = DomainConfig("sim", fabric="moe-evicting")
+    first, second = form_in_threads([node_settings(rank, ("a", "b"), lane) for rank in range(2)])
+    assert isinstance(first, Group)
+    assert isinstance(second, Group)
+    first._watcher.evict(1)
+    tokens = tokens_of(0, Step((1, 1), torch.bfloat16, torch.int64, 0, 0, 0, None, False), 1)
+    evicted = (
+        r"rank 1 \(process \d+\) did not send in time, and rank 0 \(process \d+\) evicted it \(EVICTED\)"
+    )
+    with pytest.raises(GroupError, match=evicted):
+        second.dispatch(tokens.x, tokens.ids, tokens.weights, sizes=(1, 1))
+    assert second.fault() == LaunchFault("EVICTED", 1)
+    first.close()
+    second.close()
 
 
 def test_row_that_exceeds_a_packet_is_refused_on_all_ranks() -> None:
