@@ -122,15 +122,14 @@ void ScatterRun::start(Poster& poster, Endings& endings) {
     ++member;
     if (part.ready.empty()) {
       endings.touch(part);
-    } else if (lost || peer.down || state == Peer::State::kFencing) {
-      endings.fail(
-          part, peer.down ? *peer.down
-                          : Error{ErrorCode::kUnknownPeer, {}, {}, "scatter", "the peer was fenced or disconnected"});
-    } else if (state != Peer::State::kConnected) {
-      endings.fail(
-          part,
-          Error{
-              ErrorCode::kPeerDown, {}, {}, "scatter", "the peer is disconnecting: no new transfer to it is possible"});
+    } else if (peer.down && !peer.parting.fencing) {
+      endings.fail(part, *peer.down);
+    } else if (lost || state != Peer::State::kConnected) {
+      endings.fail(part, Error{ErrorCode::kUnknownPeer,
+                               {},
+                               {},
+                               "scatter",
+                               "the peer is disconnecting, or it was fenced or disconnected"});
     } else {
       poster.start(part);
     }

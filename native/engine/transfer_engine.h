@@ -372,7 +372,7 @@ class TransferEngine {
                                EventCallback callback = {}, std::optional<uint32_t> domain = {});
 
   // --- Peer groups: one call for many peers. A member that is down or fails is reported as a PeerFailure in the one
-  // final event, and does not stop the other members.
+  // final event, and does not stop the other members. kUnknownPeer: the member leaves, or was fenced.
 
   // `members` are connected peers, each named once. A fenced peer stays a member, and its writes fail.
   Result<PeerGroupId> add_peer_group(const std::vector<PeerId>& members);
@@ -429,10 +429,12 @@ class TransferEngine {
   Status expect(CounterSetId set, const std::vector<uint64_t>& targets, EventCallback callback = {},
                 std::shared_ptr<CompletionWord> word = nullptr, uint64_t value = 0);
   // Mirrors a set for pollers that make no call of this object, such as kernels of a replayed CUDA graph. Each new count
-  // of counter i is stored into words[i]. The words have the present counts when the call
-  // returns. Later counts are stored on the thread that counts them, without another thread between. The transfer
-  // engine shares the words. It stores nothing more once release_counters() or close() has returned, and the words may
-  // then be reused.
+  // of counter i is stored into words[i]. The words have the present counts when the call returns. Later counts are
+  // stored on the thread that counts them, without another thread between. The transfer engine shares the words. It
+  // stores nothing more once release_counters() or close() has returned, and the words may then be reused.
+  //
+  // A word in GPU memory is stored on a stream, and may change a little later than that: after this call has returned,
+  // and after release_counters() or close().
   //
   // As with a reader, pages may be used because of any count. A mirrored set takes no targets. kInvalidArgument: the set
   // is mirrored already, has targets that it has not reached, or another number of counters. If a store fails, the
