@@ -1,5 +1,5 @@
-// CompletionWord: a 64-bit word that reports the progress of a counter set, or the count of one counter, to a poller that
-// makes no call: a running kernel, or a thread.
+// CompletionWord: a 64-bit word with the progress of a counter set, or the count of a counter, for a poller that makes no
+// call: a running kernel, or a thread.
 #pragma once
 
 #include <cstdint>

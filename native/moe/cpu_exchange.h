@@ -88,12 +88,13 @@ class Patience {
 };
 
 // Returns whether the wait for `missing` is over, and records the fault then. The fault names a rank that is gone, or
-// one of `late`.
+// one of `late`. `left`: ranks that left in good order before `missing` was read. A rank leaves after its last flag or
+// packet, so it cannot be missing by then, unless it never sends.
 template <typename Launch>
-bool gives_up(const Launch& launch, uint32_t missing, uint32_t late, Fault timeout) {
+bool gives_up(const Launch& launch, uint32_t missing, uint32_t left, uint32_t late, Fault timeout) {
   // A rank that ended comes first: others leave because of its end.
   uint32_t lost = word(launch.host->lost).load();
-  if (lost == 0) lost = word(launch.host->left).load() & missing;
+  if (lost == 0) lost = left & missing;
   const bool other = word(launch.host->fault).load() != 0;  // the other slot's fault
   if (lost == 0 && !other && late == 0) return false;
   const uint32_t named = lost != 0 ? lost : late != 0 ? late : missing;
@@ -146,27 +147,31 @@ bool wait_for_fences(const Launch& launch) {
     const uint32_t living = word(launch.control->masked).load() & ~word(launch.host->fenced).load();
     if (living == 0) return true;
     patience.poll();
+    const uint32_t left = word(launch.host->left).load();
     const uint32_t late = patience.waited() > launch.timeout_ns ? living : 0;
-    if (is_evicted(launch) || gives_up(launch, living, late, Fault::kDispatchTimeout)) return false;
+    if (is_evicted(launch) || gives_up(launch, living, left, late, Fault::kDispatchTimeout)) return false;
     std::this_thread::yield();
   }
 }
 
-// Passes a lost far rank on to this launch and all later ones.
+// Passes the rank of a failed packet on to this launch and all later ones.
 template <typename Launch>
 void note_lost(const Launch& launch, const FarSlot& far) {
   uint32_t none = 0;
   if (const uint32_t lost = far.lost(); lost != 0) word(launch.host->lost).compare_exchange_strong(none, lost);
 }
 
-// Waits for the memory of an earlier packet. Returns false if it gave up.
+// Waits for the memory of an earlier packet. Returns false if it gave up. A timeout names this rank, because it has not
+// sent, and which lane holds the memory is not known.
 template <typename Launch>
 bool wait_to_send(const Launch& launch, const FarSlot& far, Fault timeout) {
   Patience patience(launch);
   while (!far.can_send(launch)) {
     patience.poll();
     note_lost(launch, far);
-    if (gives_up(launch, far.ranks(), patience.late(far.ranks()), timeout)) return false;
+    const uint32_t left = word(launch.host->left).load();
+    const uint32_t late = patience.waited() > launch.timeout_ns ? 1U << launch.rank : 0;
+    if (gives_up(launch, far.ranks(), left, late, timeout)) return false;
     std::this_thread::yield();
   }
   return true;
@@ -177,6 +182,7 @@ template <typename Launch>
 bool wait_for_flags(const Launch& launch, uint64_t flags, uint32_t epoch, Fault timeout, FarSlot* far = nullptr) {
   Patience patience(launch);
   for (;;) {
+    const uint32_t left = word(launch.host->left).load();  // before the flags: see gives_up()
     if (far != nullptr) far->receive(launch);
     const uint32_t masked = word(launch.control->masked).load();
     uint32_t missing = 0;
@@ -198,7 +204,7 @@ bool wait_for_flags(const Launch& launch, uint64_t flags, uint32_t epoch, Fault 
         continue;
       }
     }
-    if (gives_up(launch, missing, late, timeout)) return false;
+    if (gives_up(launch, missing, left, late, timeout)) return false;
     std::this_thread::yield();
   }
 }

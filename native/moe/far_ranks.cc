@@ -52,7 +52,9 @@ class FarRanks::Slot final : public FarSlot {
             owner_.engine_->prepare_scatter(group, slices, [this, &in_flight](const Event& event) {
               for (const PeerFailure& failure : event.failures) {
                 for (const Far& far : owner_.far_) {
-                  if (far.peer == failure.peer) owner_.lose(far.rank, failure.error.to_string());
+                  // departures() reports a rank that leaves. It has all packets that it needs.
+                  if (far.peer != failure.peer || failure.error.code == ErrorCode::kUnknownPeer) continue;
+                  owner_.lose(far.rank, "cannot be reached: " + failure.error.to_string());
                 }
               }
               in_flight.store(false, std::memory_order_release);
@@ -69,12 +71,26 @@ class FarRanks::Slot final : public FarSlot {
   bool can_send(const DispatchLaunch&) const noexcept override { return is_free(kDispatch); }
   bool can_send(const CombineLaunch&) const noexcept override { return is_free(kCombine); }
 
+  // Whether the slot's launches come in the order of Group, with the same sizes. The order keeps packets from being
+  // overwritten, and the sizes are where the rows of a received packet are.
+  Status check_order(uint32_t phase, uint32_t phases, std::span<const uint32_t> sizes) const {
+    const bool sends = (phases & kSend) != 0;
+    const uint64_t open = (phase == kDispatch) == sends ? 0 : 1;  // dispatches without a combine, before the launch
+    const char* const operation = phase == kDispatch ? "moe_dispatch" : "moe_combine";
+    if (packets_[kDispatch] != packets_[kCombine] + open) {
+      return invalid(operation, "each slot takes dispatch and combine in turns: send each once");
+    }
+    if ((phase == kDispatch && sends) || std::equal(sizes.begin(), sizes.end(), sizes_.begin())) return {};
+    return invalid(operation, "the sizes differ from those of the slot's last dispatch: give the same sizes");
+  }
+
   void send(const DispatchLaunch& launch) override {
     const DispatchPackets packets(launch);
     std::copy(launch.sizes, launch.sizes + launch.ranks, sizes_.begin());
     submit(kDispatch, [&](size_t index, unsigned char* packet) {
       const uint32_t rows = packets.write(owner_.far_[index].rank, launch.control->epoch, packet);
       of_[index].sent = rows;
+      of_[index].received.clear();
       return packets.bytes(launch.tokens, rows);
     });
   }
@@ -143,7 +159,7 @@ class FarRanks::Slot final : public FarSlot {
         owner_.engine_->submit_scatter(scatters_[phase][turn], {updates.data(), owner_.far_.size()});
     if (submitted) return;
     in_flight_[phase][turn].store(false, std::memory_order_relaxed);
-    owner_.lose(owner_.far_.front().rank, submitted.error().to_string());
+    owner_.lose(owner_.config_.rank, "cannot send packets: " + submitted.error().to_string());
   }
 
   template <typename Launch, typename Take>
@@ -159,8 +175,7 @@ class FarRanks::Slot final : public FarSlot {
         cpu_exchange::flag_of(launch.segments[launch.rank], flags, far.rank)
             .store(launch.control->epoch, std::memory_order_release);
       } else {
-        owner_.lose(far.rank,
-                    "the rank sent a packet of another step or of other sizes. Give the same sizes on all ranks.");
+        owner_.lose(far.rank, "sent a packet of another step or of other sizes, though all ranks must give the same");
       }
     }
   }
@@ -331,7 +346,11 @@ Status FarRanks::begin() {
 
 // --- Steps
 
-Status FarRanks::check(const DispatchLaunch& launch) const {
+Status FarRanks::check(uint32_t slot, const DispatchLaunch& launch) const {
+  if (cpu_exchange::word(launch.control->faulted).load() != 0) return {};  // the launch does nothing
+  if (Status order = slots_[slot]->check_order(kDispatch, launch.phases, {launch.sizes, launch.ranks}); !order) {
+    return order;
+  }
   const DispatchPackets packets(launch);
   for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
     const uint64_t bytes = packets.bytes(launch.sizes[rank], launch.sizes[rank]);
@@ -343,7 +362,9 @@ Status FarRanks::check(const DispatchLaunch& launch) const {
   return {};
 }
 
-Status FarRanks::check(const CombineLaunch& launch) const {
+Status FarRanks::check(uint32_t slot, const CombineLaunch& launch, std::span<const uint32_t> sizes) const {
+  if (cpu_exchange::word(launch.control->faulted).load() != 0) return {};  // the launch does nothing
+  if (Status order = slots_[slot]->check_order(kCombine, launch.phases, sizes); !order) return order;
   if (launch.vectors * 8 <= config_.hidden) return {};
   return invalid("moe_combine", "a hidden size of " + std::to_string(launch.vectors * 8) +
                                     ": the lanes were prepared for up to " + std::to_string(config_.hidden));
@@ -370,7 +391,6 @@ std::vector<FarRanks::Departure> FarRanks::departures() {
     for (const Far& far : far_) {
       if ((left || event.kind == EventKind::kPeerDown) && event.id == far.peer) {
         departures.push_back({far.rank, left, event.error ? event.error->to_string() : std::string()});
-        if (!left) lose(far.rank, departures.back().reason);
       }
     }
   }
@@ -402,6 +422,10 @@ FarRanks::Counts FarRanks::counts() const {
 
 void FarRanks::leave(Timeout timeout) {
   const auto end = std::chrono::steady_clock::now() + timeout;
+  // Begins all goodbyes, so that no rank waits for the response of another rank.
+  for (const Far& far : far_) {
+    if (far.peer != 0) (void)engine_->disconnect(far.peer, Timeout(0));
+  }
   for (const Far& far : far_) {
     const auto rest = std::chrono::duration_cast<Timeout>(end - std::chrono::steady_clock::now());
     if (far.peer != 0) (void)engine_->disconnect(far.peer, std::max(rest, Timeout(0)));

@@ -63,12 +63,13 @@ class FarRanks {
   const FarConfig& config() const noexcept { return config_; }
   // For Group: the slot's packets. Valid until the destructor.
   FarSlot& slot(uint32_t number) noexcept;
-  // Whether the packets of such a launch fit. All ranks get the same answer.
-  Status check(const DispatchLaunch& launch) const;
-  Status check(const CombineLaunch& launch) const;
+  // Whether such a launch may follow the slot's launches before it, and its packets fit. If all ranks make the same
+  // calls, they get the same answer.
+  Status check(uint32_t slot, const DispatchLaunch& launch) const;
+  Status check(uint32_t slot, const CombineLaunch& launch, std::span<const uint32_t> sizes) const;
 
-  // A far rank that has ended or left since the last call. Steps end once it is reported that a rank has ended. A rank
-  // that has left does not end the steps of ranks that have its packets.
+  // A far rank that has left or cannot be reached any more, since the last call. The caller passes it on to
+  // Group::lose(), which ends steps.
   struct Departure {
     uint32_t rank = 0;
     bool left = false;  // it called leave()
@@ -81,7 +82,8 @@ class FarRanks {
   Status send(uint32_t rank, std::span<const std::byte> message);
   std::vector<std::pair<uint32_t, Bytes>> receive();
   int message_fd() const { return engine_->message_fd(); }
-  // Why steps fail because of this rank; empty: they do not.
+  // Why packets to or from this rank ended steps, as words that follow the rank's name; empty: they did not. For the own
+  // rank: why it cannot send.
   std::string failure(uint32_t rank) const;
 
   struct Counts {
@@ -94,7 +96,7 @@ class FarRanks {
   Counts counts() const;
 
   // Leaves every far rank in good order: it gets a Departure with `left`. Ranks that do not respond within `timeout` see
-  // an end instead. No launch may follow.
+  // an end instead, and delay no other rank's goodbye. No launch may follow.
   void leave(Timeout timeout);
 
  private:
@@ -127,7 +129,7 @@ class FarRanks {
   const RegionId region_;
   std::vector<Far> far_;  // in rank order
   std::vector<std::unique_ptr<Slot>> slots_;
-  std::atomic<uint32_t> lost_{0};  // the bit of the first rank that steps fail because of
+  std::atomic<uint32_t> lost_{0};  // the bit of the first rank with a failure()
   std::atomic<uint64_t> scatters_{0};
   mutable std::mutex mutex_;
   std::array<std::string, kMaxRanks> failures_;  // guarded by mutex_

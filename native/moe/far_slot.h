@@ -14,7 +14,7 @@ class FarSlot {
 
   // One bit for each far rank.
   virtual uint32_t ranks() const noexcept = 0;
-  // The first far rank that cannot be reached any more, as a bit; 0: all can.
+  // The first rank whose packets failed, as a bit: a far rank, or this rank if it cannot send; 0: none.
   virtual uint32_t lost() const noexcept = 0;
   // Whether send() may be called: the lanes no longer read the memory of an earlier packet.
   virtual bool can_send(const DispatchLaunch& launch) const noexcept = 0;

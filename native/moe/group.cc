@@ -260,6 +260,7 @@ Status Group::join(FarRanks& far) {
   const auto refuse = [](std::string message) { return invalid("moe_join", std::move(message)); };
   const Use use(*this);
   if (use.memory() == nullptr) return closed("moe_join");
+  if (!use.alone()) return refuse("another call of this group is running: wait for its end");
   Memory& memory = *use.memory();
   const FarConfig& other = far.config();
   if (memory.context || config_.survive) {
@@ -433,7 +434,7 @@ Status Group::dispatch(cuda::Stream stream, uint32_t slot, std::span<const uint3
   launch.experts_per_rank = memory.experts_per_rank;
   if (!memory.context) {
     if (memory.far != nullptr) {
-      if (Status fits = memory.far->check(launch); !fits) return fits;
+      if (Status valid = memory.far->check(slot, launch); !valid) return valid;
     }
     cpu_exchange::dispatch(launch, memory.far != nullptr ? &memory.far->slot(slot) : nullptr);
     return {};
@@ -478,7 +479,7 @@ Status Group::combine(cuda::Stream stream, uint32_t slot, std::span<const uint32
   launch.accumulate = accumulate ? 1 : 0;
   if (!memory.context) {
     if (memory.far != nullptr) {
-      if (Status fits = memory.far->check(launch); !fits) return fits;
+      if (Status valid = memory.far->check(slot, launch, sizes); !valid) return valid;
     }
     cpu_exchange::combine(launch, memory.far != nullptr ? &memory.far->slot(slot) : nullptr);
     return {};

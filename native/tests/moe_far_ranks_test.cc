@@ -2,6 +2,7 @@
 // definition of a step, also while a NIC of several dies.
 #include <future>
 
+#include "moe/cpu_exchange.h"
 #include "moe/far_ranks.h"
 #include "moe/packet.h"
 #include "tests/moe_any_step.h"
@@ -41,6 +42,8 @@ class Nodes {
 
   uint32_t ranks() const { return static_cast<uint32_t>(nodes_.size()); }
   FarRanks& far(uint32_t rank) { return *far_[rank]; }
+  // Closes the rank's lanes.
+  void end(uint32_t rank) { far_[rank].reset(); }
   test::Nics& nics(uint32_t rank) { return nics_[rank]; }
 
   // Runs `work` for every rank, in a thread. Ranks of a node pass descriptors to each other as processes do.
@@ -222,8 +225,12 @@ TEST_P(MoeNodes, ANicThatDiesInAStepCostsNoByte) {
 
 TEST_P(MoeNodes, ARankOutOfReachEndsTheStepWithItsName) {
   Nodes nodes(GetParam(), {0, 0, 1});
+  std::array<std::promise<Group*>, 3> groups;
+  std::promise<void> reported;
+  const std::shared_future<void> all_reported = reported.get_future().share();
   const auto work = [&](Rank& rank) {
     Stepper stepper(rank);
+    groups[rank.rank].set_value(rank.group.get());
     Step step = any_step(1, 3);
     step.sizes.assign(3, 4);
     stepper.run(step);
@@ -239,15 +246,24 @@ TEST_P(MoeNodes, ARankOutOfReachEndsTheStepWithItsName) {
     EXPECT_EQ(rank.group->fault()->first, Fault::kLost);
     if (rank.rank != 2) {
       EXPECT_EQ(rank.group->fault()->second, 2U);
-      EXPECT_NE(nodes.far(rank.rank).failure(2), "");
     }
-    rank.barrier();
+    all_reported.wait();
   };
   // A rank may wait for a packet while it sends none.
   nodes.run(work, [&] {
     for (uint32_t rank = 0; rank < 3; ++rank) {
-      test::await([&] { return !nodes.far(rank).departures().empty(); }, "the departure");
+      std::vector<FarRanks::Departure> gone;
+      test::await(
+          [&] {
+            gone = nodes.far(rank).departures();
+            return !gone.empty();
+          },
+          "the departure");
+      EXPECT_FALSE(gone[0].left);
+      EXPECT_NE(gone[0].reason, "");
+      groups[rank].get_future().get()->lose(gone[0].rank);
     }
+    reported.set_value();
   });
 }
 
@@ -274,9 +290,13 @@ class MoeFar : public testing::Test {
     const ColumnSpec column{rows.data(), row_bytes, 0, false};
     return groups_[rank]->dispatch(nullptr, 0, sizes, rows.data(), 4, 1, {&column, 1}, phases);
   }
+  Status combine(uint32_t rank, std::vector<uint32_t> sizes, uint32_t phases, uint32_t hidden = 8) {
+    return groups_[rank]->combine(nullptr, 0, sizes, out_.data(), hidden, false, phases);
+  }
 
   Nodes nodes_;
   std::array<std::unique_ptr<Group>, 2> groups_;
+  alignas(16) std::array<uint16_t, 2048> out_{};
 };
 
 template <typename Outcome>
@@ -294,6 +314,78 @@ TEST_F(MoeFar, PacketsOfOtherSizesEndTheStepWithTheRanksName) {
   EXPECT_NE(nodes_.far(0).failure(1).find("of other sizes"), std::string::npos) << nodes_.far(0).failure(1);
 }
 
+// The sizes of a combine say where the rows of received packets are.
+TEST_F(MoeFar, ACombineHasTheSizesOfTheDispatchBefore) {
+  join();
+  expect_refused(combine(0, {2, 1}, kSend), "in turns");
+  must(dispatch(0, {2, 1}, kSend));
+  must(dispatch(1, {2, 1}, kSend | kReceive));
+  expect_refused(dispatch(0, {1, 2}, kReceive), "the sizes differ");
+  must(dispatch(0, {2, 1}, kReceive));
+  expect_refused(dispatch(0, {2, 1}, kSend), "in turns");
+  expect_refused(combine(0, {1, 2}, kSend | kReceive), "the sizes differ");
+  must(combine(0, {2, 1}, kSend));
+  expect_refused(combine(0, {2, 1}, kSend), "in turns");
+  expect_refused(combine(0, {2, 2}, kReceive), "the sizes differ");
+  must(combine(1, {2, 1}, kSend | kReceive));
+  must(combine(0, {2, 1}, kReceive));
+  for (const auto& group : groups_) EXPECT_FALSE(group->fault().has_value());
+}
+
+TEST_F(MoeFar, ACombineBeforeTheRowsCameSendsNone) {
+  join();
+  for (uint32_t phases : {kSend | kReceive, kSend}) {
+    must(dispatch(1, {1, 1}, kSend));
+    must(dispatch(0, {1, 1}, phases));
+    must(combine(0, {1, 1}, kSend));
+    must(combine(1, {1, 1}, kSend));
+  }
+  must(combine(1, {1, 1}, kReceive));
+  EXPECT_EQ(*groups_[1]->fault(), std::pair(Fault::kLost, 0U)) << "no results came for its row";
+}
+
+// A rank leaves with all packets that it needs, while the other ranks may still send to it.
+TEST_F(MoeFar, PacketsToARankThatHasLeftEndNoStep) {
+  join();
+  nodes_.far(0).leave(kLimit);
+  // The third combine waits until the packets of the first one have ended.
+  for (int step = 0; step < 3; ++step) {
+    must(dispatch(1, {1, 1}, kSend));
+    must(combine(1, {1, 1}, kSend));
+  }
+  EXPECT_FALSE(groups_[1]->fault().has_value());
+  EXPECT_EQ(nodes_.far(1).failure(0), "");
+}
+
+TEST_F(MoeFar, LanesAreNotJoinedDuringAnotherCall) {
+  join();
+  std::future<Status> waiting = std::async(std::launch::async, [&] { return dispatch(1, {1, 1}, kSend | kReceive); });
+  test::await(
+      [&] {
+        const Status joined = groups_[1]->join(nodes_.far(1));
+        return joined.error().message.find("another call of this group is running") != std::string::npos;
+      },
+      "the other call");
+  must(dispatch(0, {1, 1}, kSend));
+  must(waiting.get());
+}
+
+TEST(MoeLeaving, ARankThatDoesNotRespondKeepsNoOtherRankFromAGoodbye) {
+  Nodes nodes("sim", {0, 1, 2});
+  nodes.nics(1)[0].go_silent();
+  nodes.far(0).leave(Timeout(1'000'000));
+  nodes.end(0);
+  std::vector<FarRanks::Departure> gone;
+  test::await(
+      [&] {
+        gone = nodes.far(2).departures();
+        return !gone.empty();
+      },
+      "the departure");
+  EXPECT_EQ(gone[0].rank, 0U);
+  EXPECT_TRUE(gone[0].left) << gone[0].reason;
+}
+
 TEST_F(MoeFar, RefusesWhatCannotBe) {
   expect_refused(dispatch(0, {1, 1}, kSend), "rank 1 is not attached");
   GroupConfig config = Stepper::config();
@@ -309,9 +401,8 @@ TEST_F(MoeFar, RefusesWhatCannotBe) {
   expect_refused(groups_[1]->join(nodes_.far(1)), "has lanes already");
   expect_refused(groups_[1]->attach(0, must(groups_[0]->descriptor()).get()), "attached already");
   expect_refused(dispatch(1, {0, 8}, kSend, 2048), "rows of 64 bytes");
-  alignas(16) std::array<uint16_t, 128> out{};
-  const std::array<uint32_t, 2> sizes{0, 1};
-  expect_refused(groups_[1]->combine(nullptr, 0, sizes, out.data(), 128, false, kSend), "up to 64");
+  must(dispatch(1, {0, 1}, kSend));
+  expect_refused(combine(1, {0, 1}, kSend, 128), "up to 64");
 
   const auto create = [](FarConfig far) { return FarRanks::create(test::config("rank-0", "sim"), far); };
   const FarConfig good{0, 2, 2, 1, 4, 16, 8};
@@ -357,6 +448,63 @@ TEST_F(MoeFar, ARankThatLeavesIsReportedAsSuch) {
       "the departure");
   EXPECT_EQ(gone[0].rank, 0U);
   EXPECT_TRUE(gone[0].left);
+}
+
+// A far rank whose packet comes, and which leaves, whenever a test wants it.
+class LaterFar final : public FarSlot {
+ public:
+  explicit LaterFar(DispatchLaunch& launch) : launch_(launch) {}
+
+  bool comes_and_leaves = false;  // between the reading of the flags and that of the departures
+
+  uint32_t ranks() const noexcept override { return 2; }
+  uint32_t lost() const noexcept override {
+    if (comes_and_leaves) launch_.host->left |= 2;
+    return 0;
+  }
+  bool can_send(const DispatchLaunch&) const noexcept override { return false; }
+  bool can_send(const CombineLaunch&) const noexcept override { return false; }
+  void send(const DispatchLaunch&) override {}
+  void send(const CombineLaunch&) override {}
+  void receive(const DispatchLaunch& launch) override {
+    if (launch.host->left != 0) cpu_exchange::flag_of(launch.segments[0], launch.arrived, 1).store(5);
+  }
+  void receive(const CombineLaunch&) override {}
+  const unsigned char* results(uint32_t) const noexcept override { return nullptr; }
+
+ private:
+  DispatchLaunch& launch_;
+};
+
+class MoeWaitsForFar : public testing::Test {
+ protected:
+  MoeWaitsForFar() {
+    launch_.segments[0] = segment_.data();
+    launch_.control = &control_;
+    launch_.host = &words_;
+    launch_.waiting = kMaxRanks * kFlagBytes;
+    launch_.timeout_ns = 20'000'000'000;
+    launch_.ranks = 2;
+    cpu_exchange::flag_of(segment_.data(), 0, 0).store(5);
+  }
+
+  std::vector<unsigned char> segment_ = std::vector<unsigned char>(2 * kMaxRanks * kFlagBytes);
+  Control control_{};
+  HostWords words_{};
+  DispatchLaunch launch_{};
+  LaterFar far_{launch_};
+};
+
+TEST_F(MoeWaitsForFar, ARankThatLeavesAfterItsPacketCameIsNotLost) {
+  far_.comes_and_leaves = true;
+  EXPECT_TRUE(cpu_exchange::wait_for_flags(launch_, launch_.arrived, 5, Fault::kDispatchTimeout, &far_));
+  EXPECT_EQ(words_.fault, 0U);
+}
+
+TEST_F(MoeWaitsForFar, ARankThatCannotSendNamesItself) {
+  launch_.timeout_ns = 1'000'000;
+  EXPECT_FALSE(cpu_exchange::wait_to_send(launch_, far_, Fault::kDispatchTimeout));
+  EXPECT_EQ(words_.fault, static_cast<uint32_t>(Fault::kDispatchTimeout) << 16);
 }
 
 // The packet of a faulty rank must not lead to bytes outside of its rows.
