@@ -172,7 +172,8 @@ class _Part:
     def connect(self, hellos: Sequence[Hello], exchange: Exchange) -> None:
         """Connects to the ranks of other nodes. A failure is in ``problem``: it is exchanged first.
 
-        Collective. Raises ExchangeError.
+        A rank with a problem connects to none, and only takes part in the exchange. Collective. Raises
+        ExchangeError.
         """
         assert self._native is not None
         settings = self._settings
@@ -181,30 +182,31 @@ class _Part:
         def pass_links(to: Mapping[int, bytes]) -> Mapping[int, bytes]:
             nonlocal rounds
             rounds += 1
-            message = encode(Links(dict(to)))
-            peers = self.passed.connections
-            messages = _exchange(exchange, message, settings.timeout, "links", peers)
+            messages = self._exchange(exchange, encode(Links(dict(to))), "links")
             return read_links(messages, settings.ranks, settings.rank)
 
         try:
-            self._lanes = Lanes(settings, far_ranks(settings.rank, hellos))
-            self._lanes.connect(pass_links)
-            self._native.join(self._lanes.native)
+            if not self.problem:
+                self._lanes = Lanes(settings, far_ranks(settings.rank, hellos))
+                self._lanes.connect(pass_links)
+                self._native.join(self._lanes.native)
         except GroupError:
             raise
         except Exception as error:
-            problem = f"it cannot connect to other nodes: {error}"
-            self.problem = f"{self.problem}; {problem}" if self.problem else problem
+            self.problem = f"it cannot connect to other nodes: {error}"
         while rounds < LINK_ROUNDS:  # the other ranks wait for this rank's messages
             pass_links({})
 
     def outcomes(self, exchange: Exchange) -> Sequence[bytes]:
         """The OUTCOME of every rank."""
-        message = encode(FormingOutcome(bounded(self.problem)))
-        # A rank that passed no descriptor has ended or stands still. It may never send its OUTCOME.
+        return self._exchange(exchange, encode(FormingOutcome(bounded(self.problem))), "outcomes")
+
+    def _exchange(self, exchange: Exchange, message: bytes, subject: str) -> Sequence[bytes]:
+        """Exchanges a message after attach(). An error begins with the problem of this rank."""
+        # A rank that passed no descriptor has ended or stands still. It may never send a message.
         patience = min(_GRACE_SECONDS if self.passed.problems else MAX_TIMEOUT, self._settings.timeout)
         try:
-            return _exchange(exchange, message, patience, "outcomes", self.passed.connections)
+            return _exchange(exchange, message, patience, subject, self.passed.connections)
         except GroupError as error:
             if not self.problem:
                 raise

@@ -1,7 +1,7 @@
 """Messages by which ranks form a group: MessagePack, decoded with types and bounds.
 
-The caller's exchange carries HELLO and OUTCOME from every rank to every rank. INTRODUCTION travels with a
-descriptor over a socket between two ranks.
+The caller's exchange carries HELLO, LINKS and OUTCOME from every rank to every rank. Only groups of several
+nodes send LINKS. INTRODUCTION travels with a descriptor over a socket between two ranks.
 """
 
 from __future__ import annotations
