@@ -37,6 +37,8 @@ _CONTROL_BYTES = socket.CMSG_SPACE((_MAX_DESCRIPTORS + 1) * _INT)
 LEAVE = b"leave"
 # Followed by a byte with the number of the rank that its sender no longer waits for.
 EVICT = b"give up "
+# Followed by a byte with the number of the rank that its sender lost. Only to groups of several nodes.
+LOSE = b"lost "
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Connection:
     """The one of ``pidfds`` that is readable once the whole process has ended, with its use of the GPU."""
 
     def send(self, message: bytes) -> None:
-        """Sends LEAVE or EVICT. Does not block. A rank that has ended gets nothing."""
+        """Sends LEAVE, EVICT or LOSE. Does not block. A rank that has ended gets nothing."""
         with contextlib.suppress(OSError):
             self.socket.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 

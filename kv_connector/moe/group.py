@@ -265,13 +265,13 @@ class Group:
                 self._report_masked()
             self._closed = True
         self._dispatch_areas, self._combine_areas = [], []
-        # Comes first, so that ranks that wait for this rank need not wait for its GPU. A rank that was masked
-        # does not leave in good order: that would end the steps of ranks that have not learned it yet.
-        if not (self.settings.survive and self.fault() == LaunchFault(EVICTED, self.settings.rank)):
-            self._watcher.leave()
-            if self._lanes is not None:
-                self._lanes.native.leave(min(timeout, _LEAVE_SECONDS))
         try:
+            # Comes first, so that ranks that wait for this rank need not wait for its GPU. A rank that was
+            # masked does not leave in good order: that would end the steps of ranks that have not learned it.
+            if not (self.settings.survive and self.fault() == LaunchFault(EVICTED, self.settings.rank)):
+                self._watcher.leave()
+                if self._lanes is not None:
+                    self._lanes.leave(min(timeout, _LEAVE_SECONDS))
             self._native.close(timeout)
         except Exception as error:
             _kept.append(self._native)
@@ -282,7 +282,7 @@ class Group:
             if self._lanes is not None:
                 self._lanes.close()
 
-    def lost(self, rank: int, left: bool) -> None:
+    def lost(self, rank: int, left: bool, reason: str = "") -> None:
         """A report of the watcher."""
         if self.settings.survive and (rank in self._gone or rank in self.masked()):
             left = False  # steps go on without the rank already: its process has to end
@@ -291,7 +291,8 @@ class Group:
             self._left = self._left or sentence
             self._gone.setdefault(rank, (LOST, sentence))
         else:
-            self._note(rank, LOST, f"{self._name(rank)} has ended")
+            end = f"cannot be reached: {reason}" if reason else "has ended"
+            self._note(rank, LOST, f"{self._name(rank)} {end}")
         self._native.lose(rank, left)  # last, as it ends a step that then reads the reason
 
     def ended(self, rank: int) -> None:
@@ -304,6 +305,13 @@ class Group:
             return
         sentence = f"{self._name(rank)} did not send in time, and {self._name(by)} evicted it"
         self._note(rank, EVICTED, sentence)
+        self._native.lose(rank)
+
+    def unreachable(self, rank: int, by: int) -> None:
+        """A report of the watcher."""
+        if rank >= self.settings.ranks or rank in self._gone:
+            return  # a rank that has left needs no links
+        self._note(rank, LOST, f"{self._name(rank)} is lost, as {self._name(by)} reports")
         self._native.lose(rank)
 
     def _note(self, rank: int, code: str, sentence: str) -> None:
@@ -329,14 +337,15 @@ class Group:
         return f"rank {rank} (process {self._processes.get(rank) or os.getpid()})"
 
     def _sentence(self, fault: LaunchFault) -> str:
-        # A group that survives has gone on without the first rank that ended.
-        gone = self._gone.get(fault.rank, ("", ""))[1] if self.settings.survive else self.explanation()
-        if not gone and self._lanes is not None and not self._closed:
-            failure = self._lanes.native.failure(fault.rank)
-            gone = f"{self._name(fault.rank)} cannot be reached: {failure}" if failure else ""
-        reason = gone or "the group was closed meanwhile"
+        gone, name = self._first_gone, self._name(fault.rank)
         if fault.code in TIMEOUTS:
-            reason = f"{self._name(fault.rank)} {TIMEOUTS[fault.code].format(timeout=self.settings.timeout)}"
+            reason = f"{name} {TIMEOUTS[fault.code].format(timeout=self.settings.timeout)}"
+        elif fault.code == LOST and self._lanes is not None and (failure := self._lanes.failure(fault.rank)):
+            reason = f"{name} {failure}"
+        elif gone is not None and gone[1] == fault.rank:
+            reason = gone[2]  # may be another one than the rank left with
+        else:
+            reason = self._gone.get(fault.rank, ("", "the group was closed meanwhile"))[1]
         return f"{reason} ({fault.code}). The results of this step are void."
 
     def _stream(self) -> int:

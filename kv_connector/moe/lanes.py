@@ -90,5 +90,18 @@ class Lanes:
             with contextlib.suppress(TransferError):
                 self.native.send(other, message)
 
+    def leave(self, timeout: float) -> None:
+        """Leaves every far rank in good order. Blocks up to ``timeout`` seconds. Raises nothing."""
+        with contextlib.suppress(TransferError):  # closed before
+            self.native.leave(timeout)
+
+    def failure(self, rank: int) -> str:
+        """Why packets to or from a rank failed, as words that follow its name, or "". Any thread may call it,
+        also after close().
+        """
+        with contextlib.suppress(TransferError):
+            return self.native.failure(rank)
+        return ""
+
     def close(self) -> None:
         self.native.close()

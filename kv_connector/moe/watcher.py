@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from typing import Protocol
 
-from kv_connector.moe.descriptors import EVICT, LEAVE, Connection
+from kv_connector.moe.descriptors import EVICT, LEAVE, LOSE, Connection
 from kv_connector.moe.lanes import Lanes
 
 logger = logging.getLogger("kv_connector")
@@ -23,8 +23,11 @@ _JOIN_SECONDS = 2.0
 class WatcherReports(Protocol):
     """Receives the reports of a Watcher, on its thread."""
 
-    def lost(self, rank: int, left: bool) -> None:
-        """The process of ``rank`` has ended. ``left``: it left the group in good order before."""
+    def lost(self, rank: int, left: bool, reason: str = "") -> None:
+        """The process of ``rank`` has ended. ``left``: it left the group in good order before.
+
+        ``reason``: why all links to the rank broke. Its process may live.
+        """
 
     def ended(self, rank: int) -> None:
         """The process of ``rank`` has ended as a whole, some time after lost(). Nothing that it, or a GPU for
@@ -32,6 +35,9 @@ class WatcherReports(Protocol):
 
     def evicted(self, rank: int, by: int) -> None:
         """Rank ``by`` waited for ``rank`` until the deadline. ``rank`` may be the rank of this process."""
+
+    def unreachable(self, rank: int, by: int) -> None:
+        """Rank ``by`` lost ``rank``, which may be the rank of this process."""
 
 
 class Watcher:
@@ -46,6 +52,8 @@ class Watcher:
         self._connections = tuple(connections)
         self._lanes = lanes
         self._reports = reports
+        self._reported = False
+        """The other ranks know of a rank that is lost or evicted."""
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvc-moe-watcher", daemon=True)
         self._thread.start()
@@ -57,10 +65,13 @@ class Watcher:
 
     def evict(self, rank: int) -> None:
         """Reports to all other ranks that this rank no longer waits for ``rank``. Does not block."""
+        self._send(EVICT + bytes([rank]))
+
+    def _send(self, message: bytes) -> None:
         for connection in self._connections:
-            connection.send(EVICT + bytes([rank]))
+            connection.send(message)
         if self._lanes is not None:
-            self._lanes.send(EVICT + bytes([rank]))
+            self._lanes.send(message)
 
     def close(self) -> None:
         """Ends the thread and closes the connections. Not from the thread."""
@@ -105,7 +116,7 @@ class Watcher:
             # Before the socket is read: a rank that leaves sends LEAVE before its sentinels end.
             ended = _ended(connection)
             try:
-                message = connection.socket.recv(len(EVICT) + 1, socket.MSG_DONTWAIT)
+                message = connection.socket.recv(max(len(EVICT), len(LOSE)) + 1, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 if not ended:
                     return False
@@ -116,29 +127,47 @@ class Watcher:
                 continue
             except OSError:
                 message = b""
-            if message[:-1] == EVICT:
-                self._reports.evicted(message[-1], connection.rank)
-                who = connection.rank, connection.pid
-                logger.warning("moe: rank %d (process %d) evicted rank %d at its deadline", *who, message[-1])
+            if self._read_report(message, connection.rank):
                 continue
             left = message == LEAVE
             # Before the log: a step may be waiting.
-            self._reports.lost(connection.rank, left)
+            self._lose(connection.rank, left)
             self._log(connection, left)
             return True
 
     def _read_lanes(self, lanes: Lanes) -> None:
-        # Before the departures: a rank may have evicted another rank, and ended after that.
+        # A rank may have evicted another rank, and ended after that. So departures are taken first, when all
+        # messages of those ranks are there, and are reported last.
+        departures = lanes.native.departures()
         for rank, message in lanes.native.receive():
-            if message[:-1] == EVICT:
-                self._reports.evicted(message[-1], rank)
-                logger.warning("moe: rank %d of another node evicted rank %d", rank, message[-1])
-        for rank, left, reason in lanes.native.departures():
-            self._reports.lost(rank, left)
+            self._read_report(message, rank)
+        for rank, left, reason in departures:
+            self._lose(rank, left, reason)
             if left:
                 logger.info("moe: rank %d of another node left the group", rank)
             else:
                 logger.warning("moe: rank %d of another node cannot be reached: %s", rank, reason)
+
+    def _read_report(self, message: bytes, by: int) -> bool:
+        """Reports a message of rank ``by`` about another rank. Returns whether it was one."""
+        kind, rank = message[:-1], message[-1:]
+        if kind not in (EVICT, LOSE):
+            return False
+        self._reported = True
+        if kind == EVICT:
+            self._reports.evicted(rank[0], by)
+            logger.warning("moe: rank %d evicted rank %d at its deadline", by, rank[0])
+        else:
+            self._reports.unreachable(rank[0], by)
+            logger.warning("moe: rank %d reports that rank %d is lost", by, rank[0])
+        return True
+
+    def _lose(self, rank: int, left: bool, reason: str = "") -> None:
+        """Reports that a rank is gone, and passes the first loss on to ranks that may not notice it."""
+        if self._lanes is not None and not left and not self._reported:
+            self._reported = True
+            self._send(LOSE + bytes([rank]))  # first, because a step that ends may close the group
+        self._reports.lost(rank, left, reason)
 
     def _log(self, connection: Connection, left: bool) -> None:
         who = connection.rank, connection.pid

@@ -206,7 +206,7 @@ class Lost:
         self.event = threading.Event()
         self.process_event = threading.Event()
 
-    def lost(self, rank: int, left: bool) -> None:
+    def lost(self, rank: int, left: bool, reason: str = "") -> None:
         self.ranks.append((rank, left))
         self.event.set()
 
@@ -217,6 +217,9 @@ class Lost:
     def evicted(self, rank: int, by: int) -> None:
         self.accusations.append((rank, by))
         self.event.set()
+
+    def unreachable(self, rank: int, by: int) -> None:
+        raise AssertionError(f"rank {by} lost rank {rank}")
 
 
 @pytest.mark.parametrize("pidfd", [True, False])

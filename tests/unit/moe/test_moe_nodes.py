@@ -28,8 +28,10 @@ from kv_connector import _native
 from kv_connector.engine import DomainConfig, EngineConfig, TransferError
 from kv_connector.engine.transfer_engine import TransferEngine
 from kv_connector.moe import oracle, wire
+from kv_connector.moe.descriptors import EVICT
 from kv_connector.moe.group import Exchange, Group, GroupError, LaunchFault
 from kv_connector.moe.settings import GroupSettings
+from kv_connector.moe.watcher import Watcher
 
 RANKS = 4
 PAIRS = ("a", "a", "b", "b")
@@ -253,6 +255,127 @@ def test_rank_that_a_rank_of_another_node_evicts_ends_its_own_step() -> None:
     second.close()
 
 
+def groups_over_sim(*nodes: str) -> list[Group]:
+    lane = DomainConfig("sim", fabric=f"moe-{os.urandom(4).hex()}")
+    groups = form_in_threads([node_settings(rank, nodes, lane) for rank in range(len(nodes))])
+    assert all(isinstance(group, Group) for group in groups), groups
+    return [group for group in groups if isinstance(group, Group)]
+
+
+def dispatch_ones(group: Group, sizes: tuple[int, ...]) -> None:
+    step = Step(sizes, torch.bfloat16, torch.int64, 0, 0, 0, None, False)
+    tokens = tokens_of(0, step, group.settings.rank)
+    group.dispatch(tokens.x, tokens.ids, tokens.weights, sizes=sizes)
+
+
+def test_rank_that_one_rank_loses_ends_the_steps_of_all_ranks() -> None:
+    """The links of the last rank are all up. The timeout is 30 s, and its end would have another code."""
+    first, second, third = groups_over_sim("a", "b", "c")
+    first._watcher._lose(1, left=False, reason="the cable is cut")
+    lost = r"rank 1 \(process \d+\) is lost, as rank 0 \(process \d+\) reports \(LOST\)"
+    for group in (second, third):
+        with pytest.raises(GroupError, match=lost):
+            dispatch_ones(group, (1, 1, 1))
+    for group in (first, second, third):
+        group.close()
+
+
+def test_rank_whose_links_broke_is_named_with_the_reason() -> None:
+    first, second = groups_over_sim("a", "b")
+    first._watcher._lose(1, left=False, reason="the cable is cut")
+    cut = r"rank 1 \(process \d+\) cannot be reached: the cable is cut \(LOST\)"
+    with pytest.raises(GroupError, match=cut):
+        dispatch_ones(first, (1, 1))
+    first.close()
+    second.close()
+
+
+def test_loss_of_a_rank_that_has_left_is_no_loss_here() -> None:
+    first, second, third = groups_over_sim("a", "b", "c")
+    first.lost(2, left=True)
+    first.unreachable(2, by=1)
+    assert first.explanation().endswith("has left the group")
+    for group in (first, second, third):
+        group.close()
+
+
+def test_packet_of_other_sizes_is_the_error_of_the_rank_that_received_it() -> None:
+    first, second = groups_over_sim("a", "b")
+    other = threading.Thread(target=dispatch_ones, args=(second, (2, 1)))
+    other.start()
+    sent = r"of 2: rank 1 \(process \d+\) sent a packet of another step or of other sizes"
+    with pytest.raises(GroupError, match=sent):
+        dispatch_ones(first, (2, 2))
+    other.join()
+    first.close()
+    second.close()
+
+
+def test_sentence_names_the_rank_of_the_fault_and_not_the_first_that_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second, third = groups_over_sim("a", "b", "c")
+    first.lost(2, left=True)
+    assert first._lanes is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(first._lanes, "failure", lambda rank: f"sent nothing that rank {rank} sends")
+        assert " sent nothing that rank 1 sends (LOST)" in first._sentence(LaunchFault("LOST", 1))
+    first._lanes.close()  # close() of another thread
+    assert "rank 2" in first._sentence(LaunchFault("LOST", 2))
+    assert "closed meanwhile" in first._sentence(LaunchFault("LOST", 1))
+    for group in (first, second, third):
+        group.close()
+
+
+def test_group_whose_lanes_are_closed_already_is_closed_as_a_whole() -> None:
+    before = open_files()
+    groups = groups_over_sim("a", "b")
+    for group in groups:
+        assert group._lanes is not None
+        group._lanes.close()
+        group.close()
+    assert open_files() == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvc-")]
+
+
+def test_eviction_by_a_rank_that_ends_after_it_is_reported_first() -> None:
+    reports: list[Any] = []
+
+    class Reports:
+        def lost(self, rank: int, left: bool, reason: str = "") -> None:
+            reports.append(("lost", rank, left, reason))
+
+        def ended(self, rank: int) -> None:
+            raise AssertionError(rank)
+
+        def evicted(self, rank: int, by: int) -> None:
+            reports.append(("evicted", rank, by))
+
+        def unreachable(self, rank: int, by: int) -> None:
+            raise AssertionError(rank)
+
+    class Ending:
+        """The message and the end of rank 1 come at the first call, whichever it is."""
+
+        native: Any
+        calls = 0
+
+        def receive(self) -> list[tuple[int, bytes]]:
+            self.calls += 1
+            return [(1, EVICT + b"\2")] if self.calls > 1 else []
+
+        def departures(self) -> list[tuple[int, bool, str]]:
+            self.calls += 1
+            return [(1, False, "it ended")]
+
+    lanes = Ending()
+    lanes.native = lanes
+    watcher = Watcher([], Reports())
+    watcher._read_lanes(lanes)  # type: ignore[arg-type]
+    watcher.close()
+    assert reports == [("evicted", 2, 1), ("lost", 1, False, "it ended")]
+
+
 def test_row_that_exceeds_a_packet_is_refused_on_all_ranks() -> None:
     lane = DomainConfig("sim", fabric="moe-rows")
     groups = form_in_threads([node_settings(rank, ("a", "b"), lane, row_bytes=256) for rank in range(2)])
@@ -294,6 +417,42 @@ def test_ranks_of_one_node_open_no_lane() -> None:
         assert isinstance(group, Group)
         assert group._lanes is None
         group.close()
+
+
+def form_without_one(side: RankPipe) -> str:
+    """Rank 1 ends after its HELLO."""
+    rounds = 0
+
+    def exchange(message: bytes) -> Sequence[bytes]:
+        nonlocal rounds
+        rounds += 1
+        messages = side.exchange(message)
+        if side.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return messages
+
+    with pytest.raises(GroupError) as raised:
+        Group.form(node_settings(side.rank, PAIRS, LANES["tcp"]), exchange)
+    side.note(f"{rounds} {raised.value}")
+    return str(raised.value)
+
+
+def test_rank_that_ends_while_a_group_forms_is_named_at_once_by_its_node() -> None:
+    """The ranks of the other node do not see its end. Their exchange ends with this node's engine."""
+    notes_of_first = []
+
+    def noted(notes: list[tuple[int, str]], kill: Kill) -> None:
+        notes_of_first.extend(notes)
+        kill(2)
+        kill(3)
+
+    run_ranks(RANKS, form_without_one, noted=noted)
+    rank, error = notes_of_first[0]
+    assert rank == 0
+    assert re.match(
+        r"2 .*rank 1 \(process \d+\): the process has ended; the exchange of links did not end", error
+    )
+    assert not re.search("within 30 s", error), error
 
 
 def test_malformed_links_are_an_error_of_all_ranks() -> None:

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -198,7 +199,7 @@ def test_rank_that_others_go_on_without_does_not_leave_in_good_order(monkeypatch
     """A rank that has not yet learned that the rank was masked would end."""
     first, second = survivors(2)
     reports: queue.Queue[tuple[int, bool]] = queue.Queue()
-    monkeypatch.setattr(first, "lost", lambda rank, left: reports.put((rank, left)))
+    monkeypatch.setattr(first, "lost", lambda rank, left, _reason: reports.put((rank, left)))
     second.evicted(1, 0)
     second.close()
     assert reports.get(timeout=30) == (1, False)
@@ -258,7 +259,7 @@ def test_group_that_survives_is_refused_without_pidfds(monkeypatch: pytest.Monke
 
 
 def test_settings_refuse_rows_that_a_surviving_group_cannot_combine() -> None:
-    given = {"rank": 0, "ranks": 2, "top_k": 1, "experts": 2, "row_bytes": 64}
+    given: dict[str, Any] = {"rank": 0, "ranks": 2, "top_k": 1, "experts": 2, "row_bytes": 64}
     assert GroupSettings(**given, hidden=8192, survive=True).survive
     with pytest.raises(ValueError, match="8192 at most"):
         GroupSettings(**given, hidden=8200, survive=True)
