@@ -18,7 +18,7 @@ STUB = Path(kv_connector.__file__).with_name("_native.pyi")
 # stubtest compares names, kinds and finality. These differences are allowed.
 ALLOWED = r"""
 # Every pybind11 class has pybind11's metaclass, which no stub needs to know.
-kv_connector\._native\.(SharedMemory|LayerSignal|StreamSignal|CounterReader|_?CompletionWord|TransferEngine|MoeGroup|PageSummer)
+kv_connector\._native\.(SharedMemory|LayerSignal|StreamSignal|CounterReader|_?CompletionWord|TransferEngine|MoeGroup|MoeFarRanks|PageSummer)
 # The buffer protocol has no Python-visible name before 3.12.
 kv_connector\._native\.SharedMemory\.__buffer__
 # Only the engine makes one: pybind11 gives every class an __init__ that refuses.
