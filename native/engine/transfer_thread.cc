@@ -61,7 +61,7 @@ Status TransferThread::call_until(const char* operation, std::function<bool()> s
   if (on_thread()) return blocking_in_callback(operation);
   auto latch = std::make_shared<Latch>();
   submit<Call>([this, latch, step = std::move(step)] { steps_.push_back({step, latch}); });
-  if (latch->wait_for(timeout)) return {};
+  if (latch->wait_for_a_try(timeout)) return {};
   return Error{ErrorCode::kTimeout, {}, {}, operation, std::move(message)};
 }
 

@@ -72,8 +72,8 @@ class TransferThread final : private PollLoop::Work {
     return std::move(*result);
   }
 
-  // Runs `step` once a turn until it returns true. After `timeout` it returns kTimeout with `message`. The step may run
-  // after the call has returned, so it must own what it uses. Blocks.
+  // Runs `step` once a turn until it returns true. After `timeout`, and at least one run, it returns kTimeout with
+  // `message`. The step must own what it uses. Blocks.
   Status call_until(const char* operation, std::function<bool()> step, Timeout timeout, std::string message);
   // The same for a step that returns its outcome. No value: run it again.
   Status call_until(const char* operation, std::function<std::optional<Status>()> step, Timeout timeout,
