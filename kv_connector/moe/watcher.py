@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable
 from typing import Protocol
 
+from kv_connector.engine import TransferError
 from kv_connector.moe.descriptors import EVICT, LEAVE, LOSE, Connection
 from kv_connector.moe.lanes import Lanes
 
@@ -100,7 +101,8 @@ class Watcher:
                     if connection is None:
                         return
                     if isinstance(connection, Lanes):
-                        self._read_lanes(connection)
+                        if self._read_lanes(connection):
+                            selector.unregister(key.fd)
                     elif isinstance(connection, int):
                         selector.unregister(key.fd)
                         self._reports.ended(connection)
@@ -135,11 +137,16 @@ class Watcher:
             self._log(connection, left)
             return True
 
-    def _read_lanes(self, lanes: Lanes) -> None:
+    def _read_lanes(self, lanes: Lanes) -> bool:
+        """Reports what has come over the lanes. Returns whether they are closed."""
         # A rank may have evicted another rank, and ended after that. So departures are taken first, when all
         # messages of those ranks are there, and are reported last.
-        departures = lanes.native.departures()
-        for rank, message in lanes.native.receive():
+        try:
+            departures = lanes.native.departures()
+            messages = lanes.native.receive()
+        except TransferError:
+            return True
+        for rank, message in messages:
             self._read_report(message, rank)
         for rank, left, reason in departures:
             self._lose(rank, left, reason)
@@ -147,6 +154,7 @@ class Watcher:
                 logger.info("moe: rank %d of another node left the group", rank)
             else:
                 logger.warning("moe: rank %d of another node cannot be reached: %s", rank, reason)
+        return False
 
     def _read_report(self, message: bytes, by: int) -> bool:
         """Reports a message of rank ``by`` about another rank. Returns whether it was one."""
