@@ -71,6 +71,11 @@ reads it through the group fsGroup. OnRootMismatch spares a large volume a walk 
 {{- if not .Values.llmd.sidecarImage }}{{ fail "llmd.sidecarImage: name the image of llm-d's routing sidecar" }}{{ end }}
 {{- else if not .Values.images.router }}{{ fail "images.router: name an image that has kv-connector[router]; images.engine does" }}
 {{- end }}
+{{- range $arg := .Values.router.args }}
+{{- if and $.Values.monitoring.podMonitor (not $.Values.router.adminPort) (regexMatch "^--(ssl-certfile|api-key-file)(=|$)" $arg) }}
+{{- fail (printf "monitoring.podMonitor: Prometheus cannot read a router with %s at its first port: set router.adminPort" $arg) }}
+{{- end }}
+{{- end }}
 {{- range $name := list "prefill" "decode" }}
 {{- $side := include "kv.side" (list $ $name) | fromJson }}
 {{- if not $side.settings.providers }}
