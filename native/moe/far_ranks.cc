@@ -302,8 +302,10 @@ Result<Bytes> FarRanks::introduce(Far& far) {
   if (!set) return set.error();
   far.counters = std::move(set.value());
   std::vector<std::shared_ptr<CompletionWord>> words;
-  for (uint32_t i = 0; i < counters; ++i)
+  words.reserve(counters);
+  for (uint32_t i = 0; i < counters; ++i) {
     words.push_back(far.words.emplace_back(std::make_shared<HostCompletionWord>()));
+  }
   if (Status mirrored = engine_->mirror_counters(far.counters.id, std::move(words)); !mirrored) return mirrored.error();
   const Result<Bytes> descriptor = engine_->region_descriptor(region_);
   if (!descriptor) return descriptor.error();
