@@ -8,14 +8,18 @@ so a frontend needs no transfer engine.
 from __future__ import annotations
 
 import importlib
+from contextlib import ExitStack, nullcontext
 from typing import Any
+
+from kv_connector.sglang.recomputes import held_shown, held_waiting
 
 BACKEND = "write_imm"
 """Name of the transfer backend, and of the warmup that starts the controller of weights."""
 LOADER = "kv_connector.sglang.weights.loader.take"
 """Value of ``--custom-weight-loader`` of an engine that takes weights."""
 RID = "kv-connector-weights"
-"""The request id by which a scheduler recognises a pause for pushed weights. It may be delayed."""
+"""The request id by which a scheduler recognises a pause for pushed weights, which may be delayed, and an
+abort for it."""
 
 # The adapter's classes, by the values of SGLang's KVClassType.
 _CLASSES = {
@@ -41,7 +45,9 @@ def register() -> None:
     HookRegistry.register(f"{decode}.DecodeTransferQueue.__init__", _hold_until_drained, HookType.AFTER)
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}.on_idle", _rest, HookType.AFTER)
-    HookRegistry.register(f"{scheduler}.record_weight_version_change", _note_weights, HookType.AFTER)
+    recorded = f"{scheduler}.record_weight_version_change"
+    HookRegistry.register(recorded, _record_weights, HookType.AROUND)
+    HookRegistry.register(recorded, _note_weights, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.__init__", _start_weights, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.pause_generation", _pause, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.ingest_requests", _turn, HookType.AFTER)
@@ -90,6 +96,13 @@ def _rest(result: None, scheduler: Any) -> None:
         manager.rest(scheduler.recv_from_tokenizer)
 
 
+def _record_weights(original: Any, scheduler: Any, new_version: str | None) -> None:
+    """Replaces Scheduler.record_weight_version_change(), which overlooks requests that are held during a
+    pause."""
+    with held_waiting(scheduler) if _holds(scheduler) else nullcontext():
+        original(scheduler, new_version)
+
+
 def _note_weights(result: None, scheduler: Any, new_version: str | None) -> None:
     """Runs after Scheduler.record_weight_version_change(). SGLang calls that in each rank after each update,
     and for ``/update_weight_version``. ``new_version``: None after an update without a version."""
@@ -136,12 +149,22 @@ def _resume(scheduler: Any, asked: Any) -> None:
 
 
 def _abort(original: Any, scheduler: Any, asked: Any) -> None:
-    """Replaces Scheduler.abort_request()."""
-    if (settling := _settling(scheduler)) is not None:
-        with settling.shown():
-            original(scheduler, asked)
-    else:
+    """Replaces Scheduler.abort_request(). SGLang overlooks requests that it holds during a pause, and does
+    not see those that Settling hides."""
+    settling = _settling(scheduler)
+    with ExitStack() as seen:
+        if settling is not None:
+            seen.enter_context(settling.shown())
+        # The controller ends requests that keep the cache in use. Held requests have no KV.
+        if _holds(scheduler) and asked.rid != RID:
+            seen.enter_context(held_shown(scheduler.disagg_decode_prealloc_queue))
         original(scheduler, asked)
+
+
+def _holds(scheduler: Any) -> bool:
+    """Whether this is a decode server whose pauses hold requests, with our transfer backend or weights."""
+    ours = _settling(scheduler) is not None or _manager(scheduler) is not None
+    return ours and scheduler.disagg_decode_prealloc_queue is not None
 
 
 def _settling(scheduler: Any) -> Any:

@@ -129,6 +129,14 @@ def test_a_new_weight_version_of_our_schedulers_is_noted() -> None:
     assert noted == ["weights", "weights v1#00000000"]
 
 
+def test_version_change_is_recorded_and_then_noted() -> None:
+    """SGLang calls it with a keyword."""
+    recorded: list[object] = []
+    ours = scheduler_of("write_imm", recorded, disagg_prefill_bootstrap_queue=True)
+    plugin._record_weights(lambda scheduler, version: recorded.append(version), ours, new_version="v1")
+    assert recorded == ["v1"]
+
+
 def test_an_update_without_a_version_drops_the_identity_of_the_checkpoint() -> None:
     noted: list[object] = []
     ours = scheduler_of("write_imm", noted, disagg_decode_prealloc_queue=True)

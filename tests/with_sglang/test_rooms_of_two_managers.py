@@ -397,6 +397,7 @@ def test_later_pipeline_stage_reports_its_state_without_being_polled(two: Pair) 
     until(lambda: manager.request_status[55] == KVPoll.WaitingForInput)
     receiver.abort()
     until(lambda: manager.request_status[55] == KVPoll.Failed)
+    until(lambda: two.decode.manager.is_abort_release_safe(55, 1), "an end of D's")
     sender.clear(), receiver.clear()
     manager._reached(Reached(Role.PREFILL, "55", "55", State.MOVING))
     assert 55 not in manager.request_status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,13 @@ class Manager:
         self.calls.append("resume")
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        self.calls.append(f"abort {rid}{abort_all}")
+        self.calls.append(f"abort {rid} {abort_all}")
+
+    def config_value(self, field: str) -> str:
+        return {"weight_version": "step-0"}[field]
+
+    async def generate_request(self, asked: str) -> AsyncIterator[str]:
+        yield f"answer to {asked}"
 
     async def flush_cache(self, timeout_s: float | None = None) -> Any:
         self.busy -= 1
@@ -107,13 +114,13 @@ async def test_pause_of_a_paused_engine_never_resumes_it(
     manager.busy = 1
     manager.calls.clear()
     await server.pause()
-    assert manager.calls == ["pause retract", "flush", "abort True", "pause retract", "flush"]
+    assert manager.calls == ["pause retract", "flush", f"abort {RID} True", "pause retract", "flush"]
     await server.resume()
     manager.busy = 1
     manager.calls.clear()
     await server.pause()
     assert "resume" in manager.calls
-    assert "abort True" not in manager.calls
+    assert f"abort {RID} True" not in manager.calls
 
 
 async def test_pause_fails_if_the_cache_stays_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

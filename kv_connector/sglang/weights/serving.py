@@ -79,7 +79,7 @@ class PausableServer:
             if time.monotonic() >= deadline:
                 raise RuntimeError(f"SGLang's cache was in use for {_IDLE_S:g} s ({flushed.message})")
             if self._paused:
-                self._manager.abort_request(abort_all=True)
+                self._manager.abort_request(RID, abort_all=True)
             else:
                 await self.resume()
             await asyncio.sleep(_RETRY_S)

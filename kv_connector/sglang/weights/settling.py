@@ -95,9 +95,10 @@ class Settling:
             self._show()
 
     def _must_end(self, request: Any) -> bool:
-        """Whether a request that decodes could not be computed again: SGLang sends its tokens alone."""
+        """Whether a request that decodes could not be computed again, because SGLang sends its tokens alone,
+        or should not: it is aborted, which takes effect in its next step."""
         tokens_alone = request.multimodal_inputs is None and request.input_embeds is None
-        return not (self._recomputes and tokens_alone)
+        return request.to_finish is not None or not (self._recomputes and tokens_alone)
 
     def _hide(self) -> None:
         self._hidden += self._queue.queue

@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 
 from kv_connector.sglang import plugin
+from kv_connector.sglang.recomputes import held_shown
 from kv_connector.sglang.weights.settling import Settling
 
 OURS = SimpleNamespace(rid=plugin.RID)
 
 
-def request(name: str, *, pages: bool = False, images: object = None, embeds: object = None) -> Any:
+def request(
+    name: str, *, pages: bool = False, images: object = None, embeds: object = None, ends: object = None
+) -> Any:
+    """``ends``: SGLang's reason to end the request in its next step."""
     kv = SimpleNamespace(holds_kv=pages)
-    return SimpleNamespace(name=name, kv=kv, multimodal_inputs=images, input_embeds=embeds)
+    return SimpleNamespace(
+        name=name, rid=name, kv=kv, multimodal_inputs=images, input_embeds=embeds, to_finish=ends
+    )
 
 
 @dataclass
@@ -30,11 +36,17 @@ class Scheduler:
     busy: bool = False
     takes_weights: bool = True
     recomputes: bool = True
+    backend: str = "mooncake"
     _engine_paused: bool = False
     seen: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.queue = SimpleNamespace(queue=[request("waits")], retracted_queue=[])
+        self.queue = SimpleNamespace(
+            queue=[request("waits")],
+            retracted_queue=[],
+            held_rebootstrap_reqs=[],
+            kv_manager=SimpleNamespace(),
+        )
         self.disagg_prefill_bootstrap_queue = None if self.decodes else self.queue
         self.disagg_decode_prealloc_queue = self.queue if self.decodes else None
         self.released: list[object] = []
@@ -43,7 +55,9 @@ class Scheduler:
         )
         self.grammar_manager = SimpleNamespace(grammar_queue=[])
         self.running_batch, self.waiting_queue = SimpleNamespace(reqs=[]), []  # type: ignore[var-annotated]
+        self.transfer_backend = SimpleNamespace(value=self.backend)
         if self.takes_weights:
+            self.kv_connector_weights = SimpleNamespace(torn="")
             self.kv_connector_settling = Settling(self, recomputes=self.recomputes)
 
     def is_fully_idle(self) -> bool:
@@ -67,11 +81,23 @@ class Scheduler:
         plugin._resume(self, "asked")
         self._engine_paused = False
 
-    def abort(self) -> None:
-        plugin._abort(Scheduler._abort, self, "asked")
+    def abort(self, rid: str, *, abort_all: bool = False) -> None:
+        plugin._abort(Scheduler._abort, self, SimpleNamespace(rid=rid, abort_all=abort_all))
 
     def _abort(self, asked: Any) -> None:
+        """Ends the retracted requests that SGLang sees, as its own method does."""
         self.seen.append(f"abort {self.waiting}")
+        ended = [one for one in self.queue.retracted_queue if asked.abort_all or one.rid == asked.rid]
+        self.queue.retracted_queue = [one for one in self.queue.retracted_queue if one not in ended]
+        self.seen += [f"ended {one.name}" for one in ended]
+
+    def hold(self, *names: str) -> None:
+        """SGLang's pause has retracted these requests."""
+        self.queue.held_rebootstrap_reqs += map(request, names)
+
+    @property
+    def held(self) -> list[str]:
+        return [one.name for one in self.queue.held_rebootstrap_reqs]
 
 
 def test_prefill_server_pauses_once_it_has_sent_what_decode_servers_wait_for() -> None:
@@ -120,9 +146,10 @@ def test_decode_server_pauses_once_its_transfers_have_ended(what: str) -> None:
 
 @pytest.mark.parametrize("where", ["running", "waiting"])
 @pytest.mark.parametrize(
-    ("recomputes", "more"), [(True, {"images": "an image"}), (True, {"embeds": [0.0]}), (False, {})]
+    ("recomputes", "more"),
+    [(True, {"images": "an image"}), (True, {"embeds": [0.0]}), (True, {"ends": "an abort"}), (False, {})],
 )
-def test_decode_server_ends_requests_that_cannot_be_computed_again(
+def test_decode_server_ends_requests_that_are_not_computed_again(
     recomputes: bool, more: dict[str, Any], where: str
 ) -> None:
     decode = Scheduler(decodes=True, recomputes=recomputes)
@@ -145,7 +172,7 @@ def test_requests_of_the_pause_are_served_after_it(decodes: bool) -> None:
     scheduler.queue.queue.append(request("late"))
     scheduler.turn()
     assert scheduler.is_fully_idle()
-    scheduler.abort()
+    scheduler.abort("another")
     assert scheduler.seen == ["pause []", "abort ['waits', 'late']"]
     assert scheduler.is_fully_idle()
     scheduler.resume()
@@ -187,6 +214,78 @@ def test_pauses_of_others_take_effect_at_once(scheduler: Scheduler, asked: Any) 
     scheduler.pause(asked)
     assert scheduler.seen == ["pause ['waits']"]
     scheduler.turn()
-    scheduler.abort()
+    scheduler.abort("another")
     scheduler.resume()
     assert scheduler.waiting == ["waits"]
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        Scheduler(decodes=True),
+        Scheduler(decodes=True, takes_weights=False, backend=plugin.BACKEND),
+    ],
+)
+def test_abort_ends_a_request_that_is_held_over_a_pause(scheduler: Scheduler) -> None:
+    """Its client has left. SGLang itself would compute it again."""
+    scheduler.pause()
+    scheduler.turn()
+    scheduler.hold("stays", "leaves", "stays, too")
+    scheduler.queue.retracted_queue.append(request("swapped out"))
+    scheduler.abort("leaves")
+    assert scheduler.seen[-1] == "ended leaves"
+    assert scheduler.held == ["stays", "stays, too"]
+    assert [one.name for one in scheduler.queue.retracted_queue] == ["swapped out"]
+    scheduler.abort("", abort_all=True)
+    assert scheduler.seen[-3:] == ["ended swapped out", "ended stays", "ended stays, too"]
+    assert not scheduler.held
+    assert not scheduler.queue.retracted_queue
+
+
+def test_abort_keeps_held_requests_of_other_transfer_backends() -> None:
+    scheduler = Scheduler(decodes=True, takes_weights=False)
+    scheduler.hold("held")
+    scheduler.abort("held")
+    assert scheduler.held == ["held"]
+
+
+def test_controller_that_frees_the_cache_keeps_held_requests() -> None:
+    """It aborts all requests of a paused server that keep the cache in use."""
+    decode = Scheduler(decodes=True)
+    decode.hold("held")
+    decode.abort(plugin.RID, abort_all=True)
+    assert decode.held == ["held"]
+
+
+@pytest.mark.parametrize(
+    ("decodes", "takes_weights", "counted"),
+    [(True, True, {"waits": 2, "held": 3}), (True, False, {"waits": 2}), (False, True, {"waits": 2})],
+)
+def test_tokens_of_held_requests_count_when_the_version_changes(
+    decodes: bool, takes_weights: bool, counted: dict[str, int]
+) -> None:
+    """Answers report by these counts which version has made which token."""
+    scheduler = Scheduler(decodes, takes_weights=takes_weights)
+    scheduler.waiting_queue = [SimpleNamespace(name="waits", output_ids=[1, 2])]
+    held = SimpleNamespace(name="held", output_ids=[1, 2], pd_rebootstrap_forced_output_id=3)
+    # SGLang has retracted it before its first token.
+    empty = SimpleNamespace(name="empty", output_ids=[], pd_rebootstrap_forced_output_id=None)
+    scheduler.queue.held_rebootstrap_reqs += [held, empty]
+    found: dict[str, int] = {}
+
+    def record(scheduler: Scheduler, version: str | None) -> None:
+        assert version == "step-1"
+        found.update({one.name: len(one.output_ids) for one in scheduler.waiting_queue if one.output_ids})
+
+    plugin._record_weights(record, scheduler, "step-1")
+    assert found == counted
+    assert [one.name for one in scheduler.waiting_queue] == ["waits"]
+    assert held.output_ids == [1, 2]
+    assert scheduler.queue.held_rebootstrap_reqs == [held, empty]
+
+
+def test_held_requests_survive_an_abort_that_fails() -> None:
+    queue = SimpleNamespace(retracted_queue=["retracted"], held_rebootstrap_reqs=["held"])
+    with pytest.raises(RuntimeError), held_shown(queue):
+        raise RuntimeError
+    assert (queue.retracted_queue, queue.held_rebootstrap_reqs) == (["retracted"], ["held"])

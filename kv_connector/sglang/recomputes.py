@@ -1,0 +1,47 @@
+"""Requests of a decode server that SGLang retracts for a weight update.
+
+SGLang holds them during its pause. After it, the prefill server computes them again, with their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def held_shown(queue: Any) -> Iterator[None]:
+    """SGLang sees held requests among the retracted ones in the block, so that it can abort them.
+
+    It aborts retracted requests of all kinds but the held ones, whose KV has been freed already. ``queue``:
+    SGLang's DecodePreallocQueue.
+    """
+    held, retracted = queue.held_rebootstrap_reqs, queue.retracted_queue
+    names = {id(request) for request in held}
+    queue.held_rebootstrap_reqs, queue.retracted_queue = [], [*retracted, *held]
+    try:
+        yield
+    finally:
+        left = queue.retracted_queue
+        queue.retracted_queue = [request for request in left if id(request) not in names]
+        queue.held_rebootstrap_reqs += [request for request in left if id(request) in names]
+
+
+@contextmanager
+def held_waiting(scheduler: Any) -> Iterator[None]:
+    """SGLang sees held requests of a decode server among the waiting ones in the block, with all their
+    tokens. Otherwise it attributes their tokens to the version that is next, because it does not note when
+    their version changes."""
+    held = scheduler.disagg_decode_prealloc_queue.held_rebootstrap_reqs
+    # SGLang has taken the last token away, and puts it back once the others are computed again.
+    cut = [request for request in held if request.pd_rebootstrap_forced_output_id is not None]
+    for request in cut:
+        request.output_ids.append(request.pd_rebootstrap_forced_output_id)
+    waiting, scheduler.waiting_queue = scheduler.waiting_queue, [*scheduler.waiting_queue, *held]
+    try:
+        yield
+    finally:
+        scheduler.waiting_queue = waiting
+        for request in cut:
+            request.output_ids.pop()
