@@ -5,8 +5,8 @@ That address is the agent's. The agents exchange everything else: the workers, t
 ends. The socket that SGLang binds for its other backends is closed and never used.
 
 A room is a transfer, and the request on both sides. SGLang's router draws it from 63 bits. A request that a
-weight update retracts reuses its room. So a transfer's id consists of the room and the number of its earlier
-uses.
+weight update retracts gets another room (recomputes.py). A client may choose rooms itself, and use them
+again. So a transfer's id consists of the room and the number of its earlier uses.
 """
 
 from __future__ import annotations
@@ -295,6 +295,16 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
                 self._engines.pop(key, None)
         with self.connection_lock:
             self.prefill_info_table.pop(bootstrap_addr, None)
+
+    def _fail_prefill_recompute(self, kv_receiver: Any, reason: str) -> None:
+        """Fails a request that P was to compute again, on a thread of SGLang's. P's answer may arrive after
+        the transfer's end, and after an error of the agents, which has the cause."""
+        if kv_receiver.conclude_state is None:
+            cause = kv_receiver.failure() or (
+                f"the prefill server of {kv_receiver.bootstrap_addr} did not compute the request again after "
+                f"a weight update. Its log, or this one, has the cause. SGLang: {reason}"
+            )
+            super()._fail_prefill_recompute(kv_receiver, cause)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Fails the rooms of a server, on SGLang's heartbeat thread. Rooms that the agents' heartbeats watch

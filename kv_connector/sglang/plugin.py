@@ -11,7 +11,7 @@ import importlib
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
-from kv_connector.sglang.recomputes import held_shown, held_waiting
+from kv_connector.sglang.recomputes import held_shown, held_waiting, next_room
 
 BACKEND = "write_imm"
 """Name of the transfer backend, and of the warmup that starts the controller of weights."""
@@ -43,6 +43,9 @@ def register() -> None:
     utils, decode = "sglang.srt.disaggregation.utils", "sglang.srt.disaggregation.decode"
     HookRegistry.register(f"{utils}.get_kv_class", _kv_class, HookType.AROUND)
     HookRegistry.register(f"{decode}.DecodeTransferQueue.__init__", _hold_until_drained, HookType.AFTER)
+    queue = f"{decode}.DecodePreallocQueue"
+    HookRegistry.register(f"{queue}._create_receiver_and_enqueue", _change_room, HookType.BEFORE)
+    HookRegistry.register(f"{queue}._init_receiver", _keep_rank, HookType.AFTER)
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}.on_idle", _rest, HookType.AFTER)
     recorded = f"{scheduler}.record_weight_version_change"
@@ -87,6 +90,24 @@ def _hold_until_drained(result: None, queue: Any, *args: Any, **kwargs: Any) -> 
     """
     if queue.scheduler.transfer_backend.value == BACKEND:
         queue.deferred_kv_release_timeout = float("inf")
+
+
+def _change_room(queue: Any, request: Any, is_rebootstrap: bool = False) -> None:
+    """Runs before DecodePreallocQueue._create_receiver_and_enqueue(). ``is_rebootstrap``: the prefill server
+    is to compute a request again.
+
+    SGLang has both servers use the request's earlier room again. A prefill server that was started since
+    would take it for a first use.
+    """
+    if is_rebootstrap and queue.transfer_backend.value == BACKEND:
+        request.bootstrap_room = next_room(request.bootstrap_room)
+
+
+def _keep_rank(result: None, queue: Any, request: Any, prefill_dp_rank: int) -> None:
+    """Runs after DecodePreallocQueue._init_receiver(). The request stays with this data-parallel rank of the
+    prefill server: which rank another room would have is known only once a rank has its prompt."""
+    if queue.transfer_backend.value == BACKEND:
+        request.req.disagg_prefill_dp_rank = prefill_dp_rank
 
 
 def _rest(result: None, scheduler: Any) -> None:

@@ -24,6 +24,7 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         """Slot of the metadata, once the request's pages are requested."""
         self._polls = 0
         """Number of polls before that."""
+        self.bootstrap_infos: list[dict[str, Any]] | None = None
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._agent = mgr.agent
         self._transfer = mgr.transfer_of(bootstrap_room)
@@ -89,10 +90,14 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         if status is Poll.SUCCESS and self._slot is not None:
             self.kv_mgr.rows.unpack(self._slot)
         elif status is Poll.FAILED:
-            reason = self._agent.failure(self._transfer) or "the transfer was cancelled"
+            reason = self.failure() or "the transfer was cancelled"
             self.kv_mgr.record_failure(self.bootstrap_room, reason)
             self.kv_mgr.forget_engine(self.bootstrap_addr)
         self.kv_mgr.update_status(self.bootstrap_room, int(status))
+
+    def failure(self) -> str:
+        """The agent's reason for a failed transfer. Empty: the agent has none. Any thread may call it."""
+        return str(self._agent.failure(self._transfer))
 
     def _queue(self, engine: Address) -> None:
         """SGLang polls a request once before it allocates free pages for it. A request that is polled again
@@ -105,6 +110,17 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.conclude_state = KVPoll.Failed
+
+    def abort(self) -> None:
+        """SGLang also aborts a request whose prefill server it could not reach, in 15 attempts."""
+        unknown = self.conclude_state is None and self.bootstrap_infos is None
+        super().abort()
+        if unknown:
+            self.kv_mgr.record_failure(
+                self.bootstrap_room,
+                f"the request ended before the bootstrap server at {self.bootstrap_addr} named its prefill "
+                "engine. It was aborted, or that server does not answer",
+            )
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """Part of SGLang's abort(), and of its handling of a failure. The pages are freed once

@@ -5,9 +5,21 @@ SGLang holds them during its pause. After it, the prefill server computes them a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+
+def next_room(room: int) -> int:
+    """The room in which a request is computed again that was in ``room`` before.
+
+    All ranks of a decode server call it, so it depends on nothing else. A prefill server may have been
+    started since, or another one may have its address: neither knows of the earlier room. SGLang's metadata
+    have 63 bits for a room, and 0 stands for no room.
+    """
+    digest = hashlib.blake2b(str(room).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1 or 1
 
 
 @contextmanager

@@ -129,6 +129,12 @@ class Pair:
         self._stack.callback(half.manager._running.close)
         return half
 
+    def restart_prefill(self) -> None:
+        """Ends P, and starts another one behind the same bootstrap server. D has noticed it."""
+        self.prefill.manager._running.close()
+        self.prefill = self.half(DisaggregationMode.PREFILL, 1)
+        self.decode.manager.forget_engine(self.bootstrap_addr)
+
     def send_room(self, room: int) -> Sender:
         return Sender(self.prefill.manager, self.bootstrap_addr, room)
 

@@ -83,6 +83,8 @@ def test_sglangs_queue_and_scheduler_are_hooked() -> None:
         "for name in ('__init__', 'on_idle', 'record_weight_version_change', 'pause_generation',\n"
         "             'continue_generation', 'abort_request', 'ingest_requests'):\n"
         "    assert f'sglang.srt.managers.scheduler.Scheduler.{name}' in HookRegistry._patched\n"
+        "for name in ('_create_receiver_and_enqueue', '_init_receiver'):\n"
+        "    assert f'sglang.srt.disaggregation.decode.DecodePreallocQueue.{name}' in HookRegistry._patched\n"
         "from sglang.srt.entrypoints.warmup import _warmup_registry\n"
         "assert 'write_imm' in _warmup_registry\n"
     )

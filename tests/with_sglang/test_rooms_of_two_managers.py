@@ -15,7 +15,7 @@ from kv_connector.agent.agent import Agent
 from kv_connector.protocol.actions import Reached, State
 from kv_connector.protocol.wire.messages import Role
 from kv_connector.protocol.wire.weight_version import identity
-from kv_connector.sglang import bell, internals
+from kv_connector.sglang import bell, internals, plugin
 from kv_connector.sglang import manager as manager_module
 from kv_connector.sglang.internals import (
     KVPoll,
@@ -24,6 +24,7 @@ from kv_connector.sglang.internals import (
     get_parallel,
     rank_facts,
 )
+from kv_connector.sglang.receiver import Receiver
 
 SOURCE, TARGET = (7, 3, 4, 9), (21, 22, 30, 12)
 
@@ -530,14 +531,19 @@ def test_the_pool_of_deepseek_v4_is_refused_by_name(two: Pair, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_a_room_is_used_again_after_a_retraction(two: Pair, first: str) -> None:
-    """SGLang retracts running requests for a weight update, and computes them again in the same room."""
+def test_a_room_is_used_again(two: Pair, first: str) -> None:
+    """A client that chooses rooms itself may use one again."""
     room = {"prefill": 90, "decode": 91}[first]
     send_suffix(two, room)
     two.decode.pages[:] = 0
     if first == "prefill":
         send_suffix(two, room)
-        return
+    else:
+        send_decode_first(two, room)
+
+
+def send_decode_first(two: Pair, room: int) -> None:
+    """The order of a request that is computed again: D requests its pages, and has P compute them."""
     receiver = two.receive_room(room)
     receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
     sender = two.send_room(room)
@@ -548,8 +554,35 @@ def test_a_room_is_used_again_after_a_retraction(two: Pair, first: str) -> None:
     sender.send(pages(SOURCE))
     until(lambda: receiver.poll() == KVPoll.Success)
     assert two.holds(SOURCE, TARGET)
+    assert two.decode.slot_room(5) == room
     until(lambda: sender.poll() == KVPoll.Success)
     sender.clear(), receiver.clear()
+
+
+def test_a_retracted_request_is_computed_again_by_a_restarted_prefill_server(two: Pair) -> None:
+    """SGLang retracts running requests for a weight update, any number of times."""
+    queue = SimpleNamespace(transfer_backend=SimpleNamespace(value=plugin.BACKEND))
+    request = SimpleNamespace(bootstrap_room=92)
+    send_suffix(two, request.bootstrap_room)
+    plugin._change_room(queue, request, is_rebootstrap=True)
+    send_decode_first(two, request.bootstrap_room)
+    plugin._change_room(queue, request, is_rebootstrap=True)
+    two.restart_prefill()
+    two.decode.pages[:] = 0
+    send_decode_first(two, request.bootstrap_room)
+
+
+def test_a_recompute_without_a_prefill_server_fails_with_its_address(two: Pair) -> None:
+    receiver = two.receive_room(95)
+    two.decode.manager._fail_prefill_recompute(receiver, "request errored for rid=7")
+    assert receiver.poll() == KVPoll.Failed
+    with pytest.raises(Exception, match=rf"prefill server of {two.bootstrap_addr} did not .* rid=7"):
+        receiver.failure_exception()
+    unknown = Receiver(two.decode.manager, "127.0.0.1:1", 96)
+    unknown.abort()  # SGLang aborts it after 15 attempts to reach the bootstrap server
+    assert unknown.poll() == KVPoll.Failed
+    with pytest.raises(Exception, match=r"bootstrap server at 127\.0\.0\.1:1 named its prefill engine"):
+        unknown.failure_exception()
 
 
 def test_memory_is_released_and_resumed(two: Pair) -> None:

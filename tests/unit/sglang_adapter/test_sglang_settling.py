@@ -289,3 +289,29 @@ def test_held_requests_survive_an_abort_that_fails() -> None:
     with pytest.raises(RuntimeError), held_shown(queue):
         raise RuntimeError
     assert (queue.retracted_queue, queue.held_rebootstrap_reqs) == (["retracted"], ["held"])
+
+
+def test_recomputed_request_gets_another_room_on_all_ranks() -> None:
+    queue = SimpleNamespace(transfer_backend=SimpleNamespace(value=plugin.BACKEND))
+    ranks = [SimpleNamespace(bootstrap_room=7) for _ in range(2)]
+    rooms = {7}
+    for times in range(1, 4):
+        for one in ranks:
+            plugin._change_room(queue, one, is_rebootstrap=True)
+        (room,) = {one.bootstrap_room for one in ranks}
+        rooms.add(room)
+        assert len(rooms) == times + 1
+        assert 0 < room < 1 << 63
+    plugin._change_room(queue, ranks[0])
+    queue.transfer_backend.value = "mooncake"
+    plugin._change_room(queue, ranks[0], is_rebootstrap=True)
+    assert ranks[0].bootstrap_room == room, "it is the first use, or another backend"
+
+
+@pytest.mark.parametrize(("backend", "rank"), [(plugin.BACKEND, 3), ("mooncake", None)])
+def test_recomputed_request_stays_with_its_data_parallel_rank(backend: str, rank: int | None) -> None:
+    """Prefill servers that balance by load have no rank for a room that they have not seen."""
+    queue = SimpleNamespace(transfer_backend=SimpleNamespace(value=backend))
+    one = SimpleNamespace(req=SimpleNamespace(disagg_prefill_dp_rank=None))
+    plugin._keep_rank(None, queue, one, 3)
+    assert one.req.disagg_prefill_dp_rank == rank
