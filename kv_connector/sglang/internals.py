@@ -75,6 +75,7 @@ __all__ = [
     "gather",
     "loaded_checkpoint",
     "model_facts",
+    "named",
     "own_host",
     "rank_facts",
     "tensor_rank",
@@ -212,12 +213,16 @@ def rank_facts(args: Any) -> RankFacts:
 def weight_version(pushed: str = "") -> str:
     """The name of the weights that this worker computes with: that of ``--weight-version``, or of the last
     update. ``pushed``: identity of the last version that a trainer pushed, which it is if it has its name.
-
-    A name that is too long for control messages is cut, and gets a tag of the whole name.
     """
     version = str(get_serving().weight_version)
     if pushed and shown(pushed) == version:
         return pushed
+    return named(version)
+
+
+def named(version: str) -> str:
+    """A version's name for control messages. A name that is too long is cut, and gets a tag of the whole
+    name."""
     return version if len(version) <= MAX_NAME else identity(version[:MAX_NAME], version)
 
 

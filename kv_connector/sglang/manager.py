@@ -26,6 +26,7 @@ from kv_connector.protocol.actions import Address, Reached, State
 from kv_connector.protocol.requests import PrefillRequest
 from kv_connector.protocol.session.fingerprint import ADVICE, engine_fingerprint
 from kv_connector.protocol.wire.messages import Role
+from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.sglang.bell import Bell
 from kv_connector.sglang.internals import (
     CommonKVManager,
@@ -35,6 +36,7 @@ from kv_connector.sglang.internals import (
     gather,
     loaded_checkpoint,
     model_facts,
+    named,
     rank_facts,
     weight_version,
 )
@@ -192,7 +194,6 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         ``pushed``: identity of the last version that a trainer pushed to this engine. A prefill engine
         refuses pages to a decode engine of another version.
         """
-        # Each call makes a prefill engine's agent forget the computed pages of unfinished prompts.
         if (version := weight_version(pushed)) == self._weights:
             return
         # The identity of a pushed version differs with its contents.
@@ -205,6 +206,15 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self._names[version] = None
         if len(self._names) > _NAMES:
             self._names.popitem(last=False)
+        self._set_weights(version)
+
+    def note_torn(self, pushed: str) -> None:
+        """Reports that the engine stays paused, with parts of the version ``pushed``. Until it has a whole
+        version, a prefill engine refuses all pages at once, and the error names the versions."""
+        self._set_weights(named(f"parts of {shown(pushed)} and {shown(self._weights)}"))
+
+    def _set_weights(self, version: str) -> None:
+        """Each call makes a prefill engine's agent forget the computed pages of unfinished prompts."""
         # The first version, also of --weight-version, is the name of the checkpoint's weights.
         assert self._running is not None
         self._running.set_weights(version, of_checkpoint=not self._weights)

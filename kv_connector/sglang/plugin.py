@@ -159,8 +159,13 @@ def _turn(result: Any, scheduler: Any, stop_at_pause: bool = False) -> None:
     """Runs after Scheduler.ingest_requests(), which SGLang calls at the start of each turn. With
     ``stop_at_pause`` a batch is being computed."""
     settling = _settling(scheduler)
-    if settling is not None and not stop_at_pause:
-        settling.turn()
+    if settling is None or stop_at_pause:
+        return
+    settling.turn()
+    worker, manager = scheduler.kv_connector_weights, _manager(scheduler)
+    if manager is not None and (torn := worker.torn):
+        worker.torn = ""
+        manager.note_torn(torn)
 
 
 def _resume(scheduler: Any, asked: Any) -> None:

@@ -572,6 +572,25 @@ def test_a_retracted_request_is_computed_again_by_a_restarted_prefill_server(two
     send_decode_first(two, request.bootstrap_room)
 
 
+def test_a_recompute_that_prefill_answers_with_an_error_fails_with_the_agents_cause(two: Pair) -> None:
+    """P's two answers, the agent's and that of its HTTP server, arrive in any order."""
+    two.prefill.manager.note_torn("step-2")
+    receiver = two.receive_room(93)
+    receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
+    until(receiver.failure, "the agent's FAIL")
+    two.decode.manager._fail_prefill_recompute(receiver, "status=500")
+    assert receiver.poll() == KVPoll.Failed
+    with pytest.raises(Exception, match="prefill engine has parts of step-2 and default, decode engine has"):
+        receiver.failure_exception()
+    # The answer of an ended request changes nothing.
+    two.decode.manager._fail_prefill_recompute(receiver, "status=500")
+    assert 93 not in two.decode.manager.failure_records
+    until(lambda: two.decode.manager.is_abort_release_safe(93, 1))
+    receiver.clear()
+    two.prefill.manager.note_weights()
+    send_suffix(two, 94)
+
+
 def test_a_recompute_without_a_prefill_server_fails_with_its_address(two: Pair) -> None:
     receiver = two.receive_room(95)
     two.decode.manager._fail_prefill_recompute(receiver, "request errored for rid=7")
@@ -583,6 +602,29 @@ def test_a_recompute_without_a_prefill_server_fails_with_its_address(two: Pair) 
     assert unknown.poll() == KVPoll.Failed
     with pytest.raises(Exception, match=r"bootstrap server at 127\.0\.0\.1:1 named its prefill engine"):
         unknown.failure_exception()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_prefill_engine_with_parts_of_two_versions_refuses_at_once(two: Pair, moment: str) -> None:
+    """It is paused, so its scheduler does not look at the request."""
+    room = {"before": 97, "after": 98}[moment]
+    manager = two.prefill.manager
+    if moment == "after":
+        manager.note_torn("step-2")
+    receiver = two.receive_room(room)
+    receiver.send_metadata(pages(TARGET), 5, [], decode_prefix_len=0)
+    if moment == "before":
+        until(lambda: manager.agent.phases().get("prefill orphan"), "RESERVE")
+        manager.note_torn("step-2")
+    until(lambda: receiver.poll() == KVPoll.Failed)
+    with pytest.raises(
+        Exception, match="prefill engine has parts of step-2 and default, decode engine has default"
+    ):
+        receiver.failure_exception()
+    until(lambda: two.decode.manager.is_abort_release_safe(room, 1))
+    receiver.clear()
+    manager.note_weights()
+    send_suffix(two, room + 100)
 
 
 def test_memory_is_released_and_resumed(two: Pair) -> None:

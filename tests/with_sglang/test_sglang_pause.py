@@ -8,13 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kv_connector.protocol.wire.weight_version import identity
 from kv_connector.sglang import internals
 from kv_connector.sglang.plugin import LOADER, RID
-from kv_connector.sglang.weights import serving
+from kv_connector.sglang.weights import serving, worker
 from kv_connector.sglang.weights.loader import take
-from kv_connector.sglang.weights.serving import PausableServer
+from kv_connector.sglang.weights.serving import PausableServer, TornServer
+from kv_connector.weights.controller import VersionOutcome
 
 pytestmark = pytest.mark.anyio
 VERSION = identity("step-1", "contents")
@@ -142,6 +144,30 @@ async def test_version_is_reported_by_its_name_and_aborts_no_request() -> None:
     assert manager.calls == ["label step-1 False"]
 
 
+async def test_server_with_parts_of_two_versions_refuses_new_requests() -> None:
+    """They would wait for the next push, which may never begin."""
+    manager = Manager()
+    server = PausableServer(manager, 2, disaggregated=True)
+    generate = server.guarded(manager.generate_request)
+    await server.pause()
+    assert [answer async for answer in generate("before")] == ["answer to before"]
+    server.ended(VERSION, VersionOutcome("version step-1 has not landed at 2 workers"))
+    assert [answer async for answer in generate("not torn")] == ["answer to not torn"]
+    server.ended(VERSION, VersionOutcome("worker 1: it did not try", torn=True))
+    names = "weight versions step-1 and step-0, .* worker 1: it did not try"
+    with pytest.raises(TornServer, match=f"^this server has parts of the {names}") as raised:
+        await anext(generate("torn"))
+    assert isinstance(raised.value, ValueError)
+    assert (raised.value.status_code, raised.value.detail) == (503, str(raised.value))
+    server.ended(VERSION, VersionOutcome("a version that has not landed changes nothing"))
+    with pytest.raises(TornServer):
+        await anext(generate("torn"))
+    await server.pause()
+    await server.resume()
+    server.ended(VERSION, VersionOutcome())
+    assert [answer async for answer in generate("after")] == ["answer to after"]
+
+
 @pytest.mark.parametrize(
     ("refuses", "calls", "logged"),
     [
@@ -162,6 +188,26 @@ async def test_refused_update_is_left_to_the_workers_states(
 async def test_update_that_does_not_end_leaves_the_engine_paused() -> None:
     with pytest.raises(RuntimeError, match="SGLang did not end the update: no update is open"):
         await PausableServer(Manager(ended=False), 1, disaggregated=False).update(VERSION)
+
+
+async def test_worker_knows_the_version_of_which_its_engine_has_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reports: list[Any] = []
+    for name in ("UpdatableModel", "WorkerPlace", "apply_version", "read_weight_settings"):
+        monkeypatch.setattr(worker, name, lambda *given: SimpleNamespace(name="weights/0", record=None))
+    for name in ("tensor_rank", "tensor_ranks", "own_host"):
+        monkeypatch.setattr(worker, name, lambda: 0)
+    monkeypatch.setattr(worker, "start_receiver", lambda *given: reports.append(given[-1]))
+    first = worker.WeightWorker(torch.nn.Module(), torch.device("cpu"))
+    (report,) = reports
+    first.apply(VERSION)
+    report("")
+    assert first.torn == ""
+    report("worker 1: it did not try to apply the version")
+    assert first.torn == VERSION
+    first.apply("step-2#00000000")
+    assert first.torn == "", "the next version has landed whole"
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,17 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import fastapi
 import torch
 
 from kv_connector.protocol.wire.weight_version import shown
 from kv_connector.sglang import internals
 from kv_connector.sglang.plugin import RID
 from kv_connector.sglang.settings import read_weight_settings
+from kv_connector.weights.controller import VersionOutcome
 from kv_connector.weights.launch import launch_controller
 
 logger = logging.getLogger("kv_connector")
@@ -37,14 +40,28 @@ async def serve_weights(manager: Any) -> None:
     ranks = internals.tensor_ranks()
     given = read_weight_settings(os.environ, internals.device_type())
     manager.auto_create_handle_loop()
+    server = PausableServer(manager, ranks, disaggregated=internals.is_disaggregated())
+    manager.generate_request = server.guarded(manager.generate_request)
     # The manager lives as long as its process, and so does the controller.
     manager.kv_connector_weights = await launch_controller(
-        PausableServer(manager, ranks, disaggregated=internals.is_disaggregated()),
+        server,
         given,
         internals.own_host(),
         ranks=ranks,
         dummy=internals.has_dummy_weights(),
+        ended=server.ended,
     )
+
+
+class TornServer(fastapi.HTTPException, ValueError):
+    """A request to a server with parts of two versions. SGLang's own API answers with a ValueError's status,
+    its OpenAI API with an HTTPException's."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(503, reason)
+
+    def __str__(self) -> str:
+        return str(self.detail)
 
 
 class PausableServer:
@@ -57,6 +74,26 @@ class PausableServer:
         self._disaggregated = disaggregated
         self._paused = False
         """pause() has succeeded. A torn engine is paused once more, for the next version."""
+        self._torn = ""
+        """The reason why new requests are refused. Empty: they are not."""
+
+    def guarded(self, generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        """Returns SGLang's ``generate_request``, except that a torn server refuses new requests. They would
+        wait until a trainer pushes the next version."""
+
+        def guarded(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            return _refuse(self._torn) if self._torn else generate(*args, **kwargs)
+
+        return guarded
+
+    def ended(self, version: str, outcome: VersionOutcome) -> None:
+        """The controller reports the outcome of a version."""
+        if outcome.torn:
+            earlier = self._manager.config_value("weight_version")
+            self._torn = (
+                f"this server has parts of the weight versions {shown(version)} and {earlier}, and is paused "
+                f"until it gets a whole version. Push or seed one. {outcome.problem}"
+            )
 
     async def pause(self) -> None:
         """Pauses the schedulers, and drops all KV.
@@ -113,4 +150,9 @@ class PausableServer:
 
     async def resume(self) -> None:
         await self._manager.continue_generation(internals.ContinueGenerationReqInput())
-        self._paused = False
+        self._paused, self._torn = False, ""
+
+
+async def _refuse(reason: str) -> AsyncIterator[Any]:
+    raise TornServer(reason)
+    yield

@@ -34,19 +34,35 @@ class WeightWorker:
         """BLOCKS until all workers of the engine listen. Raises ValueError for wrong settings."""
         self.served = ""
         """Identity of the version that the model has. Empty: the weights that the server was started with."""
+        self.torn = ""
+        """Identity of a version of which the engine has parts, until the scheduler has noticed. Set at the
+        engine's first worker alone."""
+        self._tried = ""
         self._model = UpdatableModel(model, device)
         place = WorkerPlace(tensor_rank(), tensor_ranks(), own_host())
         self._name = place.name
         self._receiver = start_receiver(
-            read_weight_settings(os.environ, device.type), place, device, self._model.record, gather
+            read_weight_settings(os.environ, device.type),
+            place,
+            device,
+            self._model.record,
+            gather,
+            self._stays_paused,
         )
 
     def apply(self, version: str) -> None:
         """Applies a version that has landed. Does not raise: the receiver reports the result."""
+        self._tried, self.torn = version, ""
         apply_version(self._receiver, self._name, version, self._model, self._applied)
 
     def close(self) -> None:
         self._receiver.close()
+
+    def _stays_paused(self, reason: str) -> None:
+        """The controller reports, on the receiver's thread, why the engine stays paused, or "" if it has
+        resumed."""
+        if reason:
+            self.torn = self._tried
 
     def _applied(self, version: str) -> None:
         self.served = version

@@ -291,6 +291,23 @@ def test_held_requests_survive_an_abort_that_fails() -> None:
     assert (queue.retracted_queue, queue.held_rebootstrap_reqs) == (["retracted"], ["held"])
 
 
+@pytest.mark.parametrize("decodes", [False, True])
+def test_scheduler_reports_once_that_it_has_parts_of_a_version(decodes: bool) -> None:
+    scheduler = Scheduler(decodes, backend=plugin.BACKEND)
+    reported: list[str] = []
+    scheduler.queue.kv_manager = SimpleNamespace(note_torn=reported.append)
+    scheduler.turn()
+    scheduler.kv_connector_weights.torn = "step-2#00000000"
+    scheduler.turn(stop_at_pause=True)
+    assert not reported, "a batch is being computed"
+    scheduler.turn()
+    scheduler.turn()
+    assert reported == ["step-2#00000000"]
+    others = Scheduler(decodes)
+    others.kv_connector_weights.torn = "step-2#00000000"
+    others.turn()  # another transfer backend compares no versions
+
+
 def test_recomputed_request_gets_another_room_on_all_ranks() -> None:
     queue = SimpleNamespace(transfer_backend=SimpleNamespace(value=plugin.BACKEND))
     ranks = [SimpleNamespace(bootstrap_room=7) for _ in range(2)]
