@@ -508,7 +508,9 @@ def test_a_wrong_value_is_named(chart: Any, path: str, value: Any, says: str) ->
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize("protection", [["--ssl-certfile=/tls/crt"], ["--api-key-file", "/etc/router/clients"]])
+@pytest.mark.parametrize(
+    "protection", [["--ssl-certfile=/tls/crt"], ["--api-key-file", "/etc/router/clients"]]
+)
 def test_monitor_of_a_router_that_refuses_prometheus_is_refused(chart: Any, protection: list[str]) -> None:
     values = with_values(("router.args", protection), ("monitoring.podMonitor", True))
     with pytest.raises(helm.HelmError, match=rf"{protection[0]} at its first port: set router.adminPort"):
