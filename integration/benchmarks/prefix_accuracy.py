@@ -1,9 +1,9 @@
 """Accuracy of the router's prefix index with engines that evict, on CPUs.
 
 The program starts two prefill and two decode engines with small caches, and a router. It sends the turns of
-`kv-connector bench conversations`, and prints the router's counters of hits by side. The accuracy is the part
-of the predicted tokens that engines had in their caches. Status 1: a turn failed, or a side is below the
-limit.
+`kv-connector bench conversations`, and prints the router's counters of hits by side, and the blocks that each
+engine has evicted. The accuracy is the part of the predicted tokens that engines had in their caches. Status
+1: a turn failed, or a side is below the limit.
 """
 
 # ruff: noqa: T201  (its output are lines of JSON)
@@ -16,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 import kv_connector
 from kv_connector.lab.cluster import HOST, MODEL_NAME, EngineProcess, EngineSettings, LocalCluster, Role
@@ -38,6 +40,10 @@ def settings(blocks: int, *arguments: str) -> EngineSettings:
             "--num-gpu-blocks-override",
             str(blocks),
             "--enable-prompt-tokens-details",
+            # Each block is sampled, so vLLM's histogram of lifetimes counts all evictions.
+            "--kv-cache-metrics",
+            "--kv-cache-metrics-sample",
+            "1.0",
             *arguments,
         ),
     )
@@ -75,7 +81,9 @@ def main() -> int:
             cluster.wait_joined(router, *engines)
             status = send(router, engines, plan)
             counts = counters(router)
+            evictions = {engine.name: evicted(engine.url) for engine in engines}
     print(json.dumps({"package": str(Path(kv_connector.__file__).parent), **vars(plan)}))
+    print(json.dumps({"evicted blocks": evictions}))
     good = status == 0
     for side, found in counts.items():
         accuracy = found["confirmed"] / found["predicted"] if found["predicted"] else 1.0
@@ -105,14 +113,26 @@ def send(router: str, engines: list[EngineProcess], plan: argparse.Namespace) ->
 
 def counters(router: str) -> dict[str, dict[str, int]]:
     """Returns the router's tokens of predicted, actual and confirmed hits, by side."""
-    with urllib.request.urlopen(f"{router}/metrics", timeout=10) as response:
-        families = list(text_string_to_metric_families(response.read().decode()))
     found = {side: dict.fromkeys(COUNTERS, 0) for side in SIDES}
-    for sample in (sample for family in families for sample in family.samples):
+    for sample in samples(router):
         for counter in COUNTERS:
             if sample.name == f"kv_connector_router_{counter}_hit_tokens_total":
                 found[sample.labels["side"]][counter] = round(sample.value)
     return found
+
+
+def evicted(engine: str) -> int:
+    """Returns the blocks with contents that the engine has taken for other contents."""
+    lifetimes = "vllm:kv_block_lifetime_seconds_count"
+    return sum(round(sample.value) for sample in samples(engine) if sample.name == lifetimes)
+
+
+def samples(server: str) -> Iterator[Sample]:
+    """Yields the samples of a router's or an engine's metrics."""
+    with urllib.request.urlopen(f"{server}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    for family in text_string_to_metric_families(text):
+        yield from family.samples
 
 
 if __name__ == "__main__":
