@@ -58,6 +58,7 @@ class WorkerInfo:
     prefixes: str = ""
     borrows: bool = False
     prefetches: bool = False
+    keeps_answers: bool = True
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,7 @@ def _register(
         prefixes=worker.prefixes,
         borrows=worker.borrows,
         prefetches=worker.prefetches,
+        keeps_answers=worker.keeps_answers,
         checkpoint=worker.checkpoint,
     )
     announcer = _announcer(settings, registration) if settings.announce else None

@@ -108,6 +108,7 @@ class Register(WireMessage, frozen=True, tag="register"):
     """Key of its block hashes. It lends prefixes to engines with the same key. Empty: it lends none."""
     borrows: bool = False  # it loads the prefixes that a router proposes (prefix_from)
     prefetches: bool = False  # it loads them for later requests, too, and computes nothing for that
+    keeps_answers: bool = True  # its prefix cache keeps what it generates, and not prompts alone
     controller: ControllerAddress | None = None  # takes its weights. None: no controller has started
     checkpoint: Checkpoint | None = None
     """The checkpoint whose weights it serves. None: unknown, or later weights."""

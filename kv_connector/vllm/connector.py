@@ -45,8 +45,10 @@ from kv_connector.vllm.model.model_facts import (
     block_tokens,
     hashed_block_tokens,
     hit_tokens,
+    keeps_answers,
     kv_cache_tokens,
     rank_fingerprint,
+    retained_tokens,
 )
 from kv_connector.vllm.patches import (
     replace_idle_pause,
@@ -148,6 +150,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._prefixes = "" if has_states(block_sizes) else _prefix_key(vllm_config, kv_cache_config)
         self._borrows = bool(self._prefixes) and not no_prefixes
         self._prefetches = self._borrows and has_own_scheduler(vllm_config)
+        self._keeps_answers = keeps_answers(vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerSide(
                 self._transfer_role,
@@ -162,6 +165,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 step_tokens=step_tokens(vllm_config.scheduler_config),
                 ask_s=self._settings.agent_timeouts().ask,
             )
+            if not self._keeps_answers and self._prefixes and self._settings.routers:
+                self._log_lost_answers()
             if vllm_config.cache_config.enable_prefix_caching:
                 self.scheduler.step_requests = StepRequests()
                 wake_idle_engine(self.scheduler.step_requests)
@@ -172,6 +177,16 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 self.scheduler.set_compute_seconds(self._step_costs.prompt_seconds)
             if vllm_config.device_config.device_type == "cpu":
                 replace_idle_pause(_no_pause)
+
+    def _log_lost_answers(self) -> None:
+        if self._transfer_role is Role.PREFILL:
+            return  # it generates nothing
+        logger.warning(
+            "prefixes: engine %s lends no answers: vLLM caches the sliding windows of prompts alone. "
+            "Start it with --prefix-cache-retention-interval %d",
+            self._engine_id,
+            retained_tokens(self._vllm_config, self._kv_cache_config),
+        )
 
     # --- Either side
 
@@ -262,6 +277,7 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             prefixes=self._prefixes,
             borrows=self._borrows,
             prefetches=self._prefetches,
+            keeps_answers=self._keeps_answers,
         )
         self._running = start(self._settings, info)
         agent = self._running.agent

@@ -294,7 +294,7 @@ class Members:
             engine.workload.cache.clear()
         engine.weights, engine.early_tokens, engine.prefixes = weights, message.early_tokens, message.prefixes
         engine.borrows, engine.prefetches = message.borrows, message.prefetches
-        engine.workload.hear(message.load)
+        engine.workload.hear(message.load, keeps_answers=message.keeps_answers)
         # A REGISTER that was sent before the engine knew of its drain does not end the drain.
         draining = message.draining or (engine.draining and not engine.reports_drain)
         engine.reports_drain, engine.emptied = message.draining, engine.emptied and draining

@@ -63,6 +63,8 @@ class Workload:
         self.cache = PrefixCache(self.changed)
         self.use = CacheUse()
         """Use of the prefix cache, for observers."""
+        self.keeps_answers = True
+        """Whether the prefix cache keeps what the engine generates, and not prompts alone."""
         self.load: WorkloadReport | None = None
         """Latest report of the engine, if it reports its workload."""
         self.cost: Cost | None = None
@@ -74,9 +76,9 @@ class Workload:
         self.said_at = 0.0
         """When that report came."""
 
-    def hear(self, load: WorkloadReport | None) -> None:
-        """Takes the engine's latest report."""
-        self.load = load
+    def hear(self, load: WorkloadReport | None, *, keeps_answers: bool = True) -> None:
+        """Takes the engine's latest report. ``keeps_answers``: as of Register."""
+        self.load, self.keeps_answers = load, keeps_answers
         self.cost = None if load is None or load.prompt is None else Cost.of(load.prompt)
         self.others = 0 if load is None else max(0, load.waiting - self.backlog.tokens)
         self.said_at = self.clock()

@@ -113,8 +113,9 @@ class CacheRecords:
     def answered(self, lease: Lease, said: Said, placement: Placement, *, moved: Lease | None) -> None:
         """Notes the whole answer, whose decode engine has the KV of prompt and answer.
 
-        If the next turn is expected to have other token ids, the answer only takes room there. Of a prompt
-        that came from a prefill engine, the decode engine counts all tokens as cached.
+        If the next turn is expected to have other token ids, or the engine keeps no answers, the answer only
+        takes room there. Of a prompt that came from a prefill engine, the decode engine counts all tokens as
+        cached.
 
         ``moved``: lease of the engine where the answer ended, if the stream has moved.
         """
@@ -125,8 +126,10 @@ class CacheRecords:
             self._computed(Side.DECODE, lease, said.prompt_tokens, said.cached_tokens, placement.prefix)
         if (continued := continued_by(prompt, said)) is not None:
             engine, kind = moved or lease, AnswerKind.of(prompt, said)
-            self._repeats.answered(kind, engine.endpoint, lease.context, prompt, continued)
-            if not self._repeats.expected(kind):
+            keeps = engine.workload.keeps_answers
+            if keeps:
+                self._repeats.answered(kind, engine.endpoint, lease.context, prompt, continued)
+            if not (keeps and self._repeats.expected(kind)):
                 continued = continued.hidden_behind(prompt)
             _has(engine.workload, continued)
 

@@ -118,6 +118,7 @@ class Prefetches:
             and borrower.takes
             and lender.takes
             and borrower.prefetches
+            and lender.workload.keeps_answers
             and borrower.prefixes == lender.prefixes != ""
             and borrower.weights.fits(lender.weights)
         )

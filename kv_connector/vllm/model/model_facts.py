@@ -14,6 +14,7 @@ from kv_connector.vllm.internals import (
     CircularBufferSpec,
     KVCacheSpecKind,
     MambaSpec,
+    SlidingWindowSpec,
     current_platform,
     generate_scheduler_kv_cache_config,
     get_kv_cache_capacity,
@@ -71,6 +72,24 @@ def kv_cache_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
     blocks times their size.
     """
     return int(get_kv_cache_capacity(vllm_config, kv_cache_config)[0])
+
+
+def keeps_answers(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Returns whether vLLM's prefix cache keeps what the engine generates, and not prompts alone.
+
+    By default vLLM caches a sliding window only where a prompt ends. A hit needs the window in front of it.
+    """
+    if vllm_config.cache_config.prefix_cache_retention_interval != 0:
+        return True
+    specs = (
+        spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)
+    )
+    return not any(isinstance(spec, SlidingWindowSpec) for spec in specs)
+
+
+def retained_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Returns the least value of ``--prefix-cache-retention-interval`` with which answers are kept."""
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[0])
 
 
 def group_kind(kv_cache_spec: Any) -> str:

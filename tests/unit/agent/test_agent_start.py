@@ -210,6 +210,7 @@ def test_routers_receive_rank_0_its_sleep_and_its_end(starts: Starts, router: Ro
         prefixes="key",
         borrows=True,
         prefetches=True,
+        keeps_answers=False,
     )
     told = router.hears(lambda message: isinstance(message, Register))
     assert (told.engine_id, told.role, told.url, told.rank) == (
@@ -221,6 +222,7 @@ def test_routers_receive_rank_0_its_sleep_and_its_end(starts: Starts, router: Ro
     assert Address(told.control_host, told.control_port) == running.address
     assert told.activity == Activity(), "it has no peer yet, and says so"
     assert (told.load, told.prefixes, told.borrows, told.prefetches) == (load, "key", True, True)
+    assert not told.keeps_answers
     running.sleep()
     router.hears(lambda message: isinstance(message, Register) and message.asleep)
     router.heard.clear()

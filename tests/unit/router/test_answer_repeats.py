@@ -173,6 +173,21 @@ def test_answer_that_next_turns_lack_takes_room_in_the_cache(talk: Talk) -> None
     assert cache._bytes - before == pytest.approx(len(LONG) + len(TEXT), rel=0.01)
 
 
+def test_answer_at_an_engine_that_keeps_no_answers_takes_room_and_shows_nothing() -> None:
+    """Its next turns find the prompt alone. Other engines of the model keep their answers."""
+    fleet = Fleet(1, 1)
+    talk = Talk(fleet)
+    engine = fleet.workload("d0")
+    engine.keeps_answers, cache = False, engine.cache
+    before = cache._bytes
+    assert talk.expected() == pytest.approx(0, abs=60)
+    assert cache._bytes - before == pytest.approx(len(LONG) + len(TEXT), rel=0.01)
+    for _ in range(6):
+        talk.turn(PROMPT)
+    engine.keeps_answers = True
+    assert talk.expected() == pytest.approx(ANSWER, abs=60)
+
+
 def test_answer_that_thinks_aloud_takes_room_in_the_cache(talk: Talk) -> None:
     """Templates strip the thinking, so next turns do not find it."""
     first = talk.fleet.begin(user(LONG))

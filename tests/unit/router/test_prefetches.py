@@ -338,6 +338,7 @@ Facts = dict[str, Any]
         ({"prefetches": False}, {}),
         ({"prefixes": ""}, {"prefixes": ""}),
         ({"prefixes": "other"}, {}),
+        ({}, {"keeps_answers": False}),
         ({"checkpoint": BASE}, {"checkpoint": TUNED}),
     ],
 )

@@ -25,6 +25,9 @@ STATE = MambaSpec(
 )
 
 
+JOINS = {"routers": ["127.0.0.1:8500"], "api_url": "http://127.0.0.1:8100"}
+
+
 def reported(engine: Stage) -> tuple[str, bool]:
     connector = engine.scheduler.connector
     assert isinstance(connector, WriteImmConnector)
@@ -73,6 +76,41 @@ def test_engine_reports_that_it_prefetches_with_a_scheduler_of_this_project(
     connector = Stage(config, [FULL]).scheduler.connector
     assert isinstance(connector, WriteImmConnector)
     assert connector._prefetches is prefetches
+
+
+@pytest.mark.parametrize(
+    ("specs", "interval", "keeps"),
+    [
+        ((FULL,), 0, True),
+        ((FULL, SLIDING), 0, False),
+        ((FULL, SLIDING), BLOCK, True),
+        ((SLIDING,), None, True),
+    ],
+)
+def test_engine_with_windows_keeps_answers_if_vllm_retains_them(
+    model: Path,
+    caplog: pytest.LogCaptureFixture,
+    specs: tuple[Any, ...],
+    interval: int | None,
+    keeps: bool,
+) -> None:
+    config = vllm_config(model, "kv_consumer", extra=JOINS)
+    config.cache_config.prefix_cache_retention_interval = interval
+    connector = Stage(config, specs).scheduler.connector
+    assert isinstance(connector, WriteImmConnector)
+    assert connector._keeps_answers is keeps
+    lines = [line for line in caplog.messages if "lends no answers" in line]
+    assert len(lines) == (not keeps), "one line, which names the engine and the option"
+    assert all("engine engine" in line and f"interval {BLOCK}" in line for line in lines)
+
+
+@pytest.mark.parametrize(("role", "extra"), [("kv_producer", JOINS), ("kv_consumer", {})])
+def test_engine_that_lends_no_answers_logs_nothing_of_them(
+    model: Path, caplog: pytest.LogCaptureFixture, role: str, extra: dict[str, Any]
+) -> None:
+    """A prefill engine generates none, and no router proposes to load from an engine that does not join."""
+    Stage(vllm_config(model, role, extra=extra), (FULL, SLIDING))
+    assert "lends no answers" not in caplog.text
 
 
 def test_engine_with_recurrent_states_reports_no_key(model: Path) -> None:

@@ -91,6 +91,7 @@ def test_so_is_one_that_does_not_fit_the_worker(compare: bool, monkeypatch: pyte
     made._transfer_role, made._engine_id = Role.DECODE, "engine"
     made._early_tokens, made._idle, made._prefixes = True, None, "key"
     made._borrows = made._prefetches = True
+    made._keeps_answers = False
     parallel = ParallelConfig(
         tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=4, data_parallel_hybrid_lb=True
     )
@@ -103,7 +104,7 @@ def test_so_is_one_that_does_not_fit_the_worker(compare: bool, monkeypatch: pyte
     assert (info.engine_id, info.role, info.device) == ("engine", Role.DECODE, Device("cpu"))
     assert (info.rank, info.ranks, info.data_parallel_index, info.data_parallel_rank) == (3, 4, 3, 1)
     assert (info.stage, info.early_tokens) == (1, True)
-    assert (info.prefixes, info.borrows, info.prefetches) == ("key", True, True)
+    assert (info.prefixes, info.borrows, info.prefetches, info.keeps_answers) == ("key", True, True, False)
     assert info.checkpoint == (checkpoint if compare else None)
 
 
