@@ -125,13 +125,14 @@ class Lease:
         member.outstanding += 1
         member.context += context
         member.breaker.taken()
-        self._loading = 0
+        self._loading = 0  # tokens of the engine's room that are counted for what it is about to have
         if work is not None:
             member.workload.backlog.add(work)
         tokens = context if work is None else work.tokens + work.cached
         if prompt is not None and 0 < tokens < (member.workload.longest or math.inf):
             # A forecast ends at the longest prompt. The engine refuses that prompt, and drops nothing for it.
             self._loading = tokens - prompt.tokens_of(self.expected, tokens)
+            self.pin()  # first: the engine drops other prefixes for the rest of the prompt
             member.workload.cache.load(self._loading)
         member.workload.changed()
 

@@ -133,6 +133,11 @@ class Request:
         self._caches.answered(self.decode, said, self.placement, moved=moved)
         self.decode.release()
 
+    def serve(self) -> None:
+        """Both engines serve it, without a report of their hits."""
+        self.prefilled(Computed())
+        self.answer()
+
     def refuse(self) -> None:
         """Neither engine takes it."""
         for lease in (self.prefill, self.decode):
@@ -658,6 +663,20 @@ def test_decode_engine_is_expected_to_drop_the_oldest_for_prompts_in_flight(arri
         request.refuse()
         fleet.begin(user(texts[0])).answer()
         assert held() == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("engine", ["p0", "d0"])
+def test_request_in_flight_keeps_its_prefix_and_other_prefixes_are_dropped(engine: str) -> None:
+    """Before the engine takes blocks for the rest of the prompt, it has found the hit."""
+    fleet = Fleet(1, 1)
+    texts = [f"{number} {LONG}" for number in range(4)]
+    fleet.workload(engine).hear(WorkloadReport(512, 512, 8_000))  # four prompts of 1,925 tokens
+    for text in texts:
+        fleet.begin(user(text)).serve()
+    request = fleet.begin(user(texts[0]), assistant("Because."), user(LONG))
+    assert mostly_cached(fleet, engine, texts) == [True, False, True, True]
+    request.serve()
+    assert mostly_cached(fleet, engine, texts) == [True, False, True, True]
 
 
 def test_prompt_that_is_too_long_for_the_decode_engine_costs_its_cache_nothing() -> None:
