@@ -187,6 +187,13 @@ class Lease:
             if before is not None:
                 before()  # not earlier: it drops what is not pinned and has no room
 
+    def answers(self, tokens: int) -> None:
+        """Notes that the engine takes blocks for an answer of about so many tokens, until the lease is
+        released."""
+        if self.prompt is not None and not self._released:
+            self._loading += tokens
+            self.workload.cache.load(tokens)
+
     def _end_pin(self) -> None:
         if self._unpin is not None:
             self._unpin()

@@ -131,7 +131,7 @@ class PrefixCache:
         self.bit = 0
         """The engine's bit in the masks of the index."""
         self._room = _USUAL_ROOM
-        self._loading = 0  # tokens of its room that prompts take which it is about to receive
+        self._loading = 0  # tokens of its room that prompts and answers take which it is about to have
         # {prefix: its bytes behind the prefix before}, the least recently used first. Without pinned ones.
         self._held: OrderedDict[int, int] = OrderedDict()
         self._pinned: dict[int, tuple[int, int]] = {}  # {prefix: its bytes, and the requests that pin it}
@@ -280,8 +280,8 @@ class PrefixCache:
         return unpin
 
     def load(self, tokens: int) -> None:
-        """Notes that the engine takes blocks for so many tokens, which a prefill engine sends. Negative: the
-        tokens have arrived, or do not come."""
+        """Notes that the engine takes blocks for so many tokens, which it is about to receive, compute or
+        generate. Negative: it has them, or they do not come."""
         self._loading += tokens
         if tokens > 0:
             self._shrink()

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 
-from kv_connector.router.bodies.prompt import Prompt, TokenSizes
+from kv_connector.router.bodies.prompt import PRIOR_BYTES_PER_TOKEN, Prompt, TokenSizes, bytes_per_token
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Lease
@@ -61,6 +61,8 @@ class CacheRecords:
         self._awaited: OrderedDict[str, Lease] = OrderedDict()
         """Decode engines that have still to report their hits, by transfer id."""
         self._awaited_prefixes = 0
+        self._answer_tokens = 0.0
+        """Tokens of recent answers, on average."""
 
     def sent(self, transfer_id: str, lease: Lease) -> None:
         """Notes that a decode engine is to receive a prompt in this transfer. It reports its hits by the id
@@ -109,6 +111,7 @@ class CacheRecords:
             # The engine's room is known in tokens. It reports nothing that shows how many bytes these are.
             _has(lease.workload, lease.prompt, lease.context)
             lease.pin()
+            lease.answers(round(self._answer_tokens))
 
     def answered(self, lease: Lease, said: Said, placement: Placement, *, moved: Lease | None) -> None:
         """Notes the whole answer, whose decode engine has the KV of prompt and answer.
@@ -126,6 +129,8 @@ class CacheRecords:
             self._computed(Side.DECODE, lease, said.prompt_tokens, said.cached_tokens, placement.prefix)
         if (continued := continued_by(prompt, said)) is not None:
             engine, kind = moved or lease, AnswerKind.of(prompt, said)
+            tokens = _answer_tokens(prompt, continued, lease.context)
+            self._answer_tokens += (tokens - self._answer_tokens) / 8
             keeps = engine.workload.keeps_answers
             if keeps:
                 self._repeats.answered(kind, engine.endpoint, lease.context, prompt, continued)
@@ -199,6 +204,14 @@ def continued_by(prompt: Prompt, said: Said) -> Prompt | None:
     """Returns the beginning of the next turn's prompt; None: the answer is not known."""
     answer = said.answer if prompt.tokens is None else said.ids
     return prompt.followed_by(answer) if answer else None
+
+
+def _answer_tokens(prompt: Prompt, continued: Prompt, tokens: int) -> float:
+    """Returns the tokens of an answer, about. ``continued``: the prompt of so many ``tokens``, and it."""
+    if prompt.tokens is not None and continued.tokens is not None:
+        return continued.tokens - prompt.tokens
+    size = bytes_per_token(prompt, tokens) if tokens and prompt.measurable else PRIOR_BYTES_PER_TOKEN
+    return (continued.size - prompt.size) / size
 
 
 def _has(workload: Workload, prompt: Prompt, tokens: int = 0) -> None:

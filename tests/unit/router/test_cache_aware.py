@@ -679,6 +679,32 @@ def test_request_in_flight_keeps_its_prefix_and_other_prefixes_are_dropped(engin
     assert mostly_cached(fleet, engine, texts) == [True, False, True, True]
 
 
+def test_answers_in_flight_take_room_at_the_decode_engine_until_they_end() -> None:
+    fleet = Fleet(1, 1)
+    texts = [f"{number} {LONG}" for number in range(5)]
+    for _ in range(40):
+        fleet.begin(user(LONG)).answer(text=LONG)
+    fleet.workload("d0").cache.clear()
+    fleet.workload("d0").hear(WorkloadReport(512, 512, 10_500))  # five prompts of 1,925 tokens
+
+    def begin(text: str) -> Lease:
+        request = fleet.begin(user(text))
+        fleet.caches.began(request.decode, request.placement)
+        return request.decode
+
+    for text in texts[:3]:
+        begin(text).release()
+    assert mostly_cached(fleet, "d0", texts) == [True, True, True, False, False]
+    streams = [begin(text) for text in texts[3:]]
+    assert mostly_cached(fleet, "d0", texts) == [False, False, True, True, True], (
+        "as long as the answers before"
+    )
+    for stream in streams:
+        stream.release()
+    begin(texts[0]).release()
+    assert mostly_cached(fleet, "d0", texts) == [True, False, True, True, True]
+
+
 def test_prompt_that_is_too_long_for_the_decode_engine_costs_its_cache_nothing() -> None:
     fleet = Fleet(1, 1)
     workload = fleet.workload("d0")
