@@ -178,7 +178,8 @@ class Lease:
         self.workload.changed()
 
     def pin(self) -> None:
-        """Notes that the engine uses the blocks of what it has of the prompt, until the lease is released.
+        """Notes that the engine uses the blocks of what it has of the prompt, until the lease is released and
+        all `owing` blocks have ended.
 
         A further call notes that the engine has more of the prompt by then.
         """
@@ -222,12 +223,15 @@ class Lease:
             yield
         finally:
             self._owing -= 1
-            self._member.owes -= self._released and not self._owing
+            if self._released and not self._owing:
+                self._member.owes -= 1
+                self._end_pin()
 
     def release(self) -> None:
         """Ends the lease. To be called once."""
         self._leave_queue()
-        self._end_pin()
+        if not self._owing:
+            self._end_pin()
         if not self._computed:
             self._set_charge(0)
         self._released = True

@@ -102,6 +102,7 @@ class CacheRecords:
         self._computed(Side.PREFILL, lease, report.tokens, report.cached, prefix)
         if lease.prompt is not None:
             _has(lease.workload, lease.prompt)
+            lease.pin()  # the engine keeps the blocks until a decode engine has loaded them
 
     def began(self, lease: Lease, placement: Placement) -> None:
         """Notes that the decode engine's answer has begun: it has the prompt's KV."""

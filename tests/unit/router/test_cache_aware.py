@@ -679,6 +679,23 @@ def test_request_in_flight_keeps_its_prefix_and_other_prefixes_are_dropped(engin
     assert mostly_cached(fleet, engine, texts) == [True, False, True, True]
 
 
+def test_prompt_that_a_decode_engine_is_still_to_load_stays_at_the_prefill_engine() -> None:
+    """Then it is the most recently used, because the engine gives its blocks back then."""
+    fleet = Fleet(1, 1)
+    texts = [f"{number} {LONG}" for number in range(9)]
+    fleet.workload("p0").hear(WorkloadReport(512, 512, 8_000))  # four prompts of 1,925 tokens
+    late = fleet.begin(user(texts[0]))
+    assert late.prefill is not None
+    with late.prefill.owing():
+        late.prefilled(Computed())
+        for text in texts[1:6]:
+            fleet.begin(user(text)).serve()
+        assert mostly_cached(fleet, "p0", texts) == [True, *2 * [False], *3 * [True], *3 * [False]]
+    for text in texts[6:]:
+        fleet.begin(user(text)).serve()
+    assert mostly_cached(fleet, "p0", texts) == [True, *5 * [False], *3 * [True]]
+
+
 def test_answers_in_flight_take_room_at_the_decode_engine_until_they_end() -> None:
     fleet = Fleet(1, 1)
     texts = [f"{number} {LONG}" for number in range(5)]
