@@ -132,7 +132,8 @@ class PrefixCache:
         """The engine's bit in the masks of the index."""
         self._room = _USUAL_ROOM
         self._loading = 0  # tokens of its room that prompts and answers take which it is about to have
-        # {prefix: its bytes behind the prefix before}, the least recently used first. Without pinned ones.
+        # {prefix: its bytes behind the prefix before}, the least recently used first. Without pinned ones. To
+        # the last prefix of a prompt belong the bytes behind it, too.
         self._held: OrderedDict[int, int] = OrderedDict()
         self._pinned: dict[int, tuple[int, int]] = {}  # {prefix: its bytes, and the requests that pin it}
         self._clears = 0  # a pin ends with the cache's contents
@@ -239,21 +240,34 @@ class PrefixCache:
         prefixes, held = prompt.prefixes, self._held
         before = self._leading(prefixes)
         new: list[int] = []
-        taken, last = 0, prompt.bytes_of(before)
+        size, last = self._bytes, prompt.bytes_of(before)
         for number, prefix in enumerate(prefixes[before:], before + 1):
             end = prompt.bytes_of(number)
             if prefix not in self:  # a hidden prefix may be held behind another one
                 held[prefix] = end - last
-                taken += end - last
+                self._bytes += end - last
                 new.append(prefix)
             last = end
-        self._bytes += taken
+        if new and before:
+            # The rest behind it was that of a shorter prompt, and is a part of the next prefix now.
+            self._resize(prefixes[before - 1], prompt.bytes_of(before) - prompt.bytes_of(before - 1))
+        if prefixes:
+            self._resize(prefixes[-1], prompt.size - prompt.bytes_of(len(prefixes) - 1))
+        taken = self._bytes - size
         if new and self.index is not None:
             self.index.took(self.bit, new)
         deque(map(held.move_to_end, filter(held.__contains__, reversed(prefixes))), maxlen=0)
         self._shrink()
         if self.index is not None:
             self.index.make_room(self, new, taken)
+
+    def _resize(self, prefix: int, size: int) -> None:
+        if prefix in self._held:
+            before, self._held[prefix] = self._held[prefix], size
+        else:
+            before, pins = self._pinned[prefix]
+            self._pinned[prefix] = size, pins
+        self._bytes += size - before
 
     def pin(self, prompt: Prompt) -> Callable[[], None]:
         """Notes that a request uses the blocks of what is held of its prompt.

@@ -243,6 +243,31 @@ def test_prompts_that_an_engine_receives_take_room_before_they_have_arrived() ->
     assert held() == list(range(10, 20))
 
 
+def test_rest_behind_the_last_prefix_takes_room() -> None:
+    half = PREFIX_BYTES // 2
+    cache, pieces = (
+        PrefixCache(),
+        [replace(prompt([number]), size=PREFIX_BYTES + half) for number in range(5)],
+    )
+    for one in pieces:
+        cache.prompt_computed(one, 6 * TOKENS)  # four prompts
+    assert [cache.cached(one) > 0 for one in pieces] == [False, True, True, True, True]
+    assert cache._bytes == 6 * PREFIX_BYTES
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_prompt_that_grows_takes_the_room_of_its_bytes(runs: bool) -> None:
+    """A rest becomes a part of the next prefix."""
+    cache, grown = PrefixCache(), prompt("abcdef")
+    for size in range(100, grown.size, 300):
+        whole = size // PREFIX_BYTES
+        one = replace(grown, size=size, prefixes=grown.prefixes[:whole], ends=grown.ends[:whole])
+        cache.prompt_computed(one)
+        assert cache._bytes == (size if whole else 0)
+        if runs:
+            cache.pin(one)
+
+
 def test_prefixes_of_running_requests_stay_and_then_are_the_most_recently_used() -> None:
     cache = PrefixCache()
     pieces = [prompt([number]) for number in range(20)]
