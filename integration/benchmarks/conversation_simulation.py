@@ -323,6 +323,8 @@ class SimulatedFleet:
         prompt = placement.prompt
         prefill = self.pools[Side.PREFILL].acquire(p, placement.work, prompt=prompt)
         decode = self.pools[Side.DECODE].acquire(d, context=placement.tokens, prompt=prompt)
+        name = str(next(self._names))
+        self.caches.sent(name, decode)
         at_prefill, at_decode = self.kept[p], self.kept[d]
         request = SimulatedRequest(len(tokens), answer, self.clock.now)
         held: dict[Endpoint, HeldBlocks] = {}
@@ -352,8 +354,7 @@ class SimulatedFleet:
             times.third = max(0, others[third] - blocks.hit)
             times.lends = placement.prefix is not None and placement.prefix.lender == third
             self.moved += times.missing
-            name, counts = str(next(self._names)), (len(tokens), blocks.hit)
-            self.caches.sent(name, decode)
+            counts = len(tokens), blocks.hit
             self.clock.after(HEARTBEAT_S / 2, lambda: self.caches.received(name, *counts))
             if computed:
                 sent()

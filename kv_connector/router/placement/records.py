@@ -65,10 +65,11 @@ class CacheRecords:
         """Tokens of recent answers, on average."""
 
     def sent(self, transfer_id: str, lease: Lease) -> None:
-        """Notes that a decode engine is to receive a prompt in this transfer. It reports its hits by the id
-        of the transfer."""
+        """Notes that a decode engine is to receive a prompt in this transfer, and to answer. It reports its
+        hits by the id of the transfer."""
         if lease.prompt is None or not lease.prompt.prefixes or transfer_id in self._awaited:
             return
+        lease.answers(round(self._answer_tokens))
         self._awaited[transfer_id] = lease
         self._awaited_prefixes += _AWAITED_PROMPT + len(lease.prompt.prefixes)
         while self._awaited_prefixes > _AWAITED:

@@ -720,6 +720,10 @@ def test_answers_in_flight_take_room_at_the_decode_engine_until_they_end() -> No
         stream.release()
     begin(texts[0]).release()
     assert mostly_cached(fleet, "d0", texts) == [True, False, True, True, True]
+    waits = fleet.begin(user(texts[1]))
+    assert mostly_cached(fleet, "d0", texts) == [True, False, True, True, True]
+    fleet.caches.sent("transfer", waits.decode)
+    assert mostly_cached(fleet, "d0", texts) == [True, False, False, True, True], "before it begins, too"
 
 
 def test_prompt_that_is_too_long_for_the_decode_engine_costs_its_cache_nothing() -> None:
