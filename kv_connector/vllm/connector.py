@@ -150,7 +150,8 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._prefixes = "" if has_states(block_sizes) else _prefix_key(vllm_config, kv_cache_config)
         self._borrows = bool(self._prefixes) and not no_prefixes
         self._prefetches = self._borrows and has_own_scheduler(vllm_config)
-        self._keeps_answers = keeps_answers(vllm_config, kv_cache_config)
+        generates = self._transfer_role is not Role.PREFILL
+        self._keeps_answers = not generates or keeps_answers(vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerSide(
                 self._transfer_role,
@@ -179,8 +180,6 @@ class WriteImmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 replace_idle_pause(_no_pause)
 
     def _log_lost_answers(self) -> None:
-        if self._transfer_role is Role.PREFILL:
-            return  # it generates nothing
         logger.warning(
             "prefixes: engine %s lends no answers: vLLM caches the sliding windows of prompts alone. "
             "Start it with --prefix-cache-retention-interval %d",

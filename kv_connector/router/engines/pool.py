@@ -15,6 +15,7 @@ from kv_connector.router.engines.backlog import Work
 from kv_connector.router.engines.breaker import Breaker
 from kv_connector.router.engines.columns import Columns, Rows
 from kv_connector.router.engines.endpoint import Endpoint
+from kv_connector.router.engines.prefix_cache import Pin
 from kv_connector.router.engines.recent_work import RecentWork
 from kv_connector.router.engines.workload import Workload
 
@@ -121,7 +122,7 @@ class Lease:
         self._computed = False
         self._released = False
         self._owing = 0  # number of `owing` blocks
-        self._unpin: Callable[[], None] | None = None
+        self._pin: Pin | None = None
         member.outstanding += 1
         member.context += context
         member.breaker.taken()
@@ -184,9 +185,8 @@ class Lease:
         A further call notes that the engine has more of the prompt by then.
         """
         if self.prompt is not None and not self._released:
-            before, self._unpin = self._unpin, self.workload.cache.pin(self.prompt)
-            if before is not None:
-                before()  # not earlier: it drops what is not pinned and has no room
+            self._pin = self._pin or Pin(self.prompt.prefixes)
+            self.workload.cache.pin(self._pin)
 
     def answers(self, tokens: int) -> None:
         """Notes that the engine takes blocks for an answer of about so many tokens, until the lease is
@@ -195,10 +195,15 @@ class Lease:
             self._loading += tokens
             self.workload.cache.load(tokens)
 
+    def answered(self) -> None:
+        """Ends what ``answers`` has noted: the cache learns of the answer itself."""
+        self.workload.cache.load(-self._loading)
+        self._loading = 0
+
     def _end_pin(self) -> None:
-        if self._unpin is not None:
-            self._unpin()
-        self._unpin = None
+        if self._pin is not None:
+            self.workload.cache.unpin(self._pin)
+        self._pin = None
 
     def counted(self, tokens: int) -> None:
         """Corrects the forecast of the tokens that the request costs the engine."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from kv_connector.router.bodies.prompt import PRIOR_BYTES_PER_TOKEN, Prompt, bytes_per_token
 
@@ -112,6 +113,17 @@ class PrefixIndex:
                 nbytes -= largest.drop_oldest(min(over, len(largest) - part), max(nbytes, 1))
             else:
                 break
+
+
+@dataclass
+class Pin:
+    """A request's use of the blocks of its prompt, at one engine."""
+
+    prefixes: Sequence[int]
+    count: int = 0
+    """Number of the first prefixes that are pinned."""
+    clears: int = 0
+    """Number of times that the cache had been cleared when they were pinned."""
 
 
 class PrefixCache:
@@ -269,29 +281,31 @@ class PrefixCache:
             self._pinned[prefix] = size, pins
         self._bytes += size - before
 
-    def pin(self, prompt: Prompt) -> Callable[[], None]:
+    def pin(self, pin: Pin) -> None:
         """Notes that a request uses the blocks of what is held of its prompt.
 
-        Returns a function that ends that, to be called once. The prefixes are then the most recently used.
+        A further call notes that more of the prompt is held by then.
         """
-        prefixes = prompt.prefixes[: self._leading(prompt.prefixes)]
-        for prefix in prefixes:
+        if pin.clears != self._clears:
+            pin.count, pin.clears = 0, self._clears
+        leading = self._leading(pin.prefixes)
+        for prefix in pin.prefixes[pin.count : leading]:
             size, pins = self._pinned.get(prefix) or (self._held.pop(prefix), 0)
             self._pinned[prefix] = size, pins + 1
-        clears = self._clears
+        pin.count = max(pin.count, leading)
 
-        def unpin() -> None:
-            if clears != self._clears:
-                return
-            for prefix in reversed(prefixes):  # the first one last, as in _use()
-                size, pins = self._pinned.pop(prefix)
-                if pins > 1:
-                    self._pinned[prefix] = size, pins - 1
-                else:
-                    self._held[prefix] = size
-            self._shrink()
-
-        return unpin
+    def unpin(self, pin: Pin) -> None:
+        """Notes that the request has ended. Its prefixes are the most recently used then."""
+        if pin.clears != self._clears:
+            return
+        for prefix in reversed(pin.prefixes[: pin.count]):  # the first one last, as in _use()
+            size, pins = self._pinned.pop(prefix)
+            if pins > 1:
+                self._pinned[prefix] = size, pins - 1
+            else:
+                self._held[prefix] = size
+        pin.count = 0
+        self._shrink()
 
     def load(self, tokens: int) -> None:
         """Notes that the engine takes blocks for so many tokens, which it is about to receive, compute or

@@ -131,13 +131,15 @@ class CacheRecords:
             self._computed(Side.DECODE, lease, said.prompt_tokens, said.cached_tokens, placement.prefix)
         if (continued := continued_by(prompt, said)) is not None:
             engine, kind = moved or lease, AnswerKind.of(prompt, said)
-            tokens = _answer_tokens(prompt, continued, lease.context)
-            self._answer_tokens += (tokens - self._answer_tokens) / 8
+            if continued is not prompt:  # otherwise nothing is known of the answer's size
+                tokens = _answer_tokens(prompt, continued, lease.context)
+                self._answer_tokens += (tokens - self._answer_tokens) / 8
             keeps = engine.workload.keeps_answers
             if keeps:
                 self._repeats.answered(kind, engine.endpoint, lease.context, prompt, continued)
             if not (keeps and self._repeats.expected(kind)):
                 continued = continued.hidden_behind(prompt)
+            engine.answered()
             _has(engine.workload, continued)
 
     def repeats(self, prompt: Prompt, said: Said) -> bool:

@@ -1,7 +1,7 @@
 """Serial dispatch: the decode engine gets a request after the prefill engine has computed the prompt."""
 
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 
 from kv_connector.router.engines.members import Side
 from kv_connector.router.engines.pool import Lease
@@ -26,20 +26,22 @@ async def answer_serially(
     parts.spans.name_transfer(transfer_id)
     placement = attempt.placement
     prefilling = parts.pools[Side.PREFILL].lease(attempt.prefill, placement.work, prompt=placement.prompt)
-    with prefilling as prefill, attempt.hold(parts.holds, prefill):
-        body = attempt.prefill_body(serial=True)
-        computed = await parts.calls.prefill(prefill, body, call)
-        parts.caches.prefilled(prefill, computed, placement.prefix)
-    params = computed.params
-    if not params:
-        # Without this error, the prompt would silently be computed twice.
-        raise failure(
-            502,
-            "api_error",
-            f"the prefill engine {prefill.endpoint} answered without kv_transfer_params. Start it with "
-            "--kv-transfer-config and the kv_role kv_producer or kv_both",
-        )
-    with attempt.hold(parts.holds, prefill):
+    with ExitStack() as loading:
+        with prefilling as prefill, attempt.hold(parts.holds, prefill):
+            body = attempt.prefill_body(serial=True)
+            computed = await parts.calls.prefill(prefill, body, call)
+            parts.caches.prefilled(prefill, computed, placement.prefix)
+            if params := computed.params:
+                # Before the lease ends: the engine keeps the prompt without a gap.
+                loading.enter_context(attempt.hold(parts.holds, prefill))
+        if not params:
+            # Without this error, the prompt would silently be computed twice.
+            raise failure(
+                502,
+                "api_error",
+                f"the prefill engine {prefill.endpoint} answered without kv_transfer_params. Start it with "
+                "--kv-transfer-config and the kv_role kv_producer or kv_both",
+            )
         decode = await lease_partner()
         if computed.tokens is not None:
             decode.counted(computed.tokens)

@@ -696,6 +696,30 @@ def test_prompt_that_a_decode_engine_is_still_to_load_stays_at_the_prefill_engin
     assert mostly_cached(fleet, "p0", texts) == [True, *5 * [False], *3 * [True]]
 
 
+def test_answer_that_is_known_takes_no_room_beside_its_own() -> None:
+    fleet = Fleet(1, 1)
+    fleet.begin(user(LONG)).answer(text=LONG)
+    request = fleet.begin(user("another " + LONG))
+    cache = request.decode.workload.cache
+    fleet.caches.began(request.decode, request.placement)
+    assert cache._loading > 0
+    said = Said(ChatMessage(role="assistant", content=LONG))
+    fleet.caches.answered(request.decode, said, request.placement, moved=None)
+    assert cache._loading == 0
+    request.decode.release()
+    assert cache._loading == 0
+
+
+def test_answer_of_unknown_size_is_no_short_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(1, 1)
+    fleet.begin(user(LONG)).answer(text=LONG)
+    average = fleet.caches._answer_tokens
+    assert average > 0
+    monkeypatch.setattr(Prompt, "followed_by", lambda prompt, answer: prompt)
+    fleet.begin(user(LONG)).answer(text=LONG)
+    assert fleet.caches._answer_tokens == average
+
+
 def test_answers_in_flight_take_room_at_the_decode_engine_until_they_end() -> None:
     fleet = Fleet(1, 1)
     texts = [f"{number} {LONG}" for number in range(5)]

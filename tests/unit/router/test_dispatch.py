@@ -17,6 +17,7 @@ from starlette.responses import Response
 from kv_connector.lab.free_ports import free_ports
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.session.checkpoint import Checkpoint, Weights
+from kv_connector.router.bodies.prompt import PREFIX_BYTES
 from kv_connector.router.engines.client import EngineClient
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
@@ -90,6 +91,23 @@ async def test_engines_that_no_longer_listen_cost_no_attempt(dispatch: str) -> N
         assert [engine for engine in pool.endpoints if pool.takes(engine)] == [running]  # all were tried
         if dispatch == "serial":  # otherwise a request may be cancelled before the prefill engine reads it
             assert len(p[0].bodies) == ended + 1
+
+
+async def test_prefill_engine_keeps_the_prompt_until_a_decode_engine_has_loaded_it() -> None:
+    async def load(request: Request, body: dict[str, Any]) -> Response:
+        kept.append((len(cache), cache.can_drop))
+        return await answer_ok(request, body)
+
+    kept: list[tuple[int, bool]] = []
+    async with dispatching([answer_ok], [load]) as (dispatcher, p, _):
+        workload = dispatcher.parts.pools[Side.PREFILL].workload(Endpoint.parse(p[0].url))
+        assert workload is not None
+        cache = workload.cache
+        body = json.dumps({"prompt": "x" * 3 * PREFIX_BYTES}).encode()
+        async with dispatcher.open(Completion.decode(body), CALL) as begun:
+            assert [chunk async for chunk in begun.chunks]
+        assert kept == [(3, False)]
+        assert cache.can_drop
 
 
 async def test_request_that_an_engine_refuses_is_not_tried_again() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.incidents import Incidents
 from kv_connector.router.engines.members import Members, Side
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.prefix_cache import PrefixCache, PrefixIndex
+from kv_connector.router.engines.prefix_cache import Pin, PrefixCache, PrefixIndex
 
 
 def engine(number: int) -> Endpoint:
@@ -43,7 +43,7 @@ prompts = st.lists(st.sampled_from("ab"), min_size=1, max_size=7).map(prompt)
 steps = st.lists(
     st.tuples(
         st.integers(0, 4),
-        st.sampled_from(["sent", "sent", "hit", "missed", "pin", "pin", "unpin", "clear", "leave"]),
+        st.sampled_from(["sent", "sent", "hit", "missed", "pin", "pin", "again", "unpin", "clear", "leave"]),
         prompts,
         st.integers(0, 12),
     ),
@@ -56,7 +56,7 @@ def test_index_finds_what_each_cache_holds(
     done: list[tuple[int, str, Prompt, int]], probe: Prompt, most: int
 ) -> None:
     index, caches = fleet(5, most)
-    pins: list[list[Callable[[], None]]] = [[] for _ in caches]
+    pins: list[list[Pin]] = [[] for _ in caches]
     for number, what, one, room in done:
         cache = caches[number]
         match what:
@@ -66,16 +66,20 @@ def test_index_finds_what_each_cache_holds(
                 tokens = len(one.prefixes) * TOKENS
                 cache.corrected(one, tokens if what == "hit" else 0, tokens, one.size)
             case "pin":
-                pins[number].append(cache.pin(one))
+                pins[number].append(Pin(one.prefixes))
+                cache.pin(pins[number][-1])
+            case "again":
+                if pins[number]:
+                    cache.pin(pins[number][room % len(pins[number])])
             case "unpin":
                 if pins[number]:
-                    pins[number].pop(room % len(pins[number]))()
+                    cache.unpin(pins[number].pop(room % len(pins[number])))
             case "clear":
                 cache.clear()
             case _:
                 index.remove(cache)
-                for unpin in pins[number]:
-                    unpin()
+                for pin in pins[number]:
+                    cache.unpin(pin)
                 pins[number].clear()
                 assert len(cache) == 0
                 cache = caches[number] = PrefixCache()
@@ -138,10 +142,11 @@ def test_index_that_is_full_shrinks_the_largest_cache() -> None:
 def test_index_that_is_full_of_pinned_prefixes_takes_no_new_ones() -> None:
     _, (large, small) = fleet(2, most=10)
     large.prompt_computed(prompt(range(10)))
-    unpin = large.pin(prompt(range(10)))
+    pin = Pin(prompt(range(10)).prefixes)
+    large.pin(pin)
     small.prompt_computed(prompt("ab"))
     assert (len(large), len(small)) == (10, 0)
-    unpin()
+    large.unpin(pin)
     small.prompt_computed(prompt("ab"))
     assert (len(large), len(small)) == (8, 2)
 
@@ -149,7 +154,7 @@ def test_index_that_is_full_of_pinned_prefixes_takes_no_new_ones() -> None:
 def test_index_with_a_pinned_largest_cache_shrinks_another_one() -> None:
     _, (pinned, old, new) = fleet(3, most=9)
     pinned.prompt_computed(prompt(range(5)))
-    pinned.pin(prompt(range(5)))
+    pinned.pin(Pin(prompt(range(5)).prefixes))
     old.prompt_computed(prompt("abcd"))
     new.prompt_computed(prompt("xy"))
     assert [len(one) for one in (pinned, old, new)] == [5, 3, 1]
@@ -169,10 +174,10 @@ def test_prefix_that_is_hidden_behind_two_beginnings_counts_once() -> None:
 def test_cache_that_joins_a_full_index_with_pinned_prefixes_keeps_them() -> None:
     index, (first,) = fleet(1, most=4)
     first.prompt_computed(prompt("abcd"))
-    first.pin(prompt("abcd"))
+    first.pin(Pin(prompt("abcd").prefixes))
     second = PrefixCache()
     second.prompt_computed(prompt("wxyz"))
-    second.pin(prompt("wxyz"))
+    second.pin(Pin(prompt("wxyz").prefixes))
     index.add(second)
     first.prompt_computed(prompt("e"))
     assert (len(first), len(second)) == (4, 4)

@@ -12,7 +12,7 @@ from router_prompts import TOKENS, prompt
 from kv_connector.router.bodies.prompt import PREFIX_BYTES, Prompt
 from kv_connector.router.engines.endpoint import Endpoint
 from kv_connector.router.engines.pool import Pool
-from kv_connector.router.engines.prefix_cache import PrefixCache
+from kv_connector.router.engines.prefix_cache import Pin, PrefixCache
 
 
 class Engine:
@@ -265,7 +265,13 @@ def test_prompt_that_grows_takes_the_room_of_its_bytes(runs: bool) -> None:
         cache.prompt_computed(one)
         assert cache._bytes == (size if whole else 0)
         if runs:
-            cache.pin(one)
+            pinned(cache, one)
+
+
+def pinned(cache: PrefixCache, prompt: Prompt) -> Pin:
+    pin = Pin(prompt.prefixes)
+    cache.pin(pin)
+    return pin
 
 
 def test_prefixes_of_running_requests_stay_and_then_are_the_most_recently_used() -> None:
@@ -278,11 +284,11 @@ def test_prefixes_of_running_requests_stay_and_then_are_the_most_recently_used()
         return [number for number, one in enumerate(pieces) if cache.cached(one)]
 
     compute(range(4))
-    unpins = [cache.pin(pieces[0]), cache.pin(pieces[0]), cache.pin(pieces[1])]
+    pins = [pinned(cache, pieces[0]), pinned(cache, pieces[0]), pinned(cache, pieces[1])]
     assert compute(range(4, 9)) == [0, 1, 7, 8]
-    unpins[0]()
+    cache.unpin(pins[0])
     assert compute([9]) == [0, 1, 8, 9]
-    unpins[1]()
+    cache.unpin(pins[1])
     assert compute([10]) == [0, 1, 9, 10]
     assert compute([11, 12, 13]) == [1, 11, 12, 13]
 
@@ -290,10 +296,10 @@ def test_prefixes_of_running_requests_stay_and_then_are_the_most_recently_used()
 def test_pins_take_room_from_all_other_prefixes() -> None:
     cache = PrefixCache()
     cache.prompt_computed(prompt("abcd"), 4 * TOKENS)
-    unpin = cache.pin(prompt("abcd"))
+    pin = pinned(cache, prompt("abcd"))
     cache.prompt_computed(prompt("x"), 4 * TOKENS)
     assert [cache.cached(prompt(of)) // PREFIX_BYTES for of in ("abcd", "x")] == [4, 0]
-    unpin()
+    cache.unpin(pin)
     cache.prompt_computed(prompt("x"), 4 * TOKENS)
     assert [cache.cached(prompt(of)) // PREFIX_BYTES for of in ("abcd", "x")] == [3, 1]
 
@@ -314,14 +320,31 @@ def test_a_second_pin_of_a_request_comes_before_the_end_of_the_first() -> None:
 def test_pin_ends_with_the_contents_of_the_cache() -> None:
     cache = PrefixCache()
     cache.prompt_computed(prompt("ab"))
-    unpin = cache.pin(prompt("ab"))
+    pin = pinned(cache, prompt("ab"))
     cache.clear()
     assert cache.cached(prompt("ab")) == len(cache) == 0
     cache.prompt_computed(prompt("ab"), 2 * TOKENS)
-    cache.pin(prompt("ab"))
-    unpin()
+    pinned(cache, prompt("ab"))
+    cache.unpin(pin)
     cache.prompt_computed(prompt("x"), 2 * TOKENS)
     assert cache.cached(prompt("ab")) == 2 * PREFIX_BYTES
+
+
+def test_a_second_pin_of_a_request_adds_what_the_engine_has_got_since() -> None:
+    cache = PrefixCache()
+    cache.prompt_computed(prompt("ab"))
+    pin = Pin(prompt("abcd").prefixes)
+    for runs in ("abc", "abcd"):
+        cache.pin(pin)
+        cache.prompt_computed(prompt(runs))
+    cache.clear()
+    cache.prompt_computed(prompt("abc"), 3 * TOKENS)
+    cache.pin(pin)
+    cache.prompt_computed(prompt("x"), 3 * TOKENS)
+    assert cache.cached(prompt("abc")) == 3 * PREFIX_BYTES
+    cache.unpin(pin)
+    cache.prompt_computed(prompt("x"), 3 * TOKENS)
+    assert cache.cached(prompt("abc")) == 2 * PREFIX_BYTES
 
 
 def test_engine_without_a_reported_capacity_gets_the_default_capacity() -> None:

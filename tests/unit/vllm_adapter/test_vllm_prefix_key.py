@@ -109,7 +109,9 @@ def test_engine_that_lends_no_answers_logs_nothing_of_them(
     model: Path, caplog: pytest.LogCaptureFixture, role: str, extra: dict[str, Any]
 ) -> None:
     """A prefill engine generates none, and no router proposes to load from an engine that does not join."""
-    Stage(vllm_config(model, role, extra=extra), (FULL, SLIDING))
+    connector = Stage(vllm_config(model, role, extra=extra), (FULL, SLIDING)).scheduler.connector
+    assert isinstance(connector, WriteImmConnector)
+    assert connector._keeps_answers is (role == "kv_producer"), "older routers do not know the flag"
     assert "lends no answers" not in caplog.text
 
 
