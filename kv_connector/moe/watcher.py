@@ -56,6 +56,15 @@ class Watcher:
         self._reported = False
         """The other ranks know of a rank that is lost or evicted."""
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Here and not on the thread: the lanes may be closed before it runs.
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._stop, selectors.EVENT_READ)
+        for connection in self._connections:
+            for descriptor in (connection.socket.fileno(), *connection.pidfds):
+                self._selector.register(descriptor, selectors.EVENT_READ, connection)
+        if lanes is not None:
+            for descriptor in (lanes.native.departure_fd(), lanes.native.message_fd()):
+                self._selector.register(descriptor, selectors.EVENT_READ, lanes)
         self._thread = threading.Thread(target=self._run, name="kvc-moe-watcher", daemon=True)
         self._thread.start()
 
@@ -85,14 +94,7 @@ class Watcher:
             connection.close()
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._stop, selectors.EVENT_READ)
-            for connection in self._connections:
-                for descriptor in (connection.socket.fileno(), *connection.pidfds):
-                    selector.register(descriptor, selectors.EVENT_READ, connection)
-            if self._lanes is not None:
-                for descriptor in (self._lanes.native.departure_fd(), self._lanes.native.message_fd()):
-                    selector.register(descriptor, selectors.EVENT_READ, self._lanes)
+        with self._selector as selector:
             while True:
                 for key, _ in selector.select():
                     if selector.get_map().get(key.fd) != key:

@@ -340,6 +340,23 @@ def test_group_whose_lanes_are_closed_already_is_closed_as_a_whole() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvc-")]
 
 
+def test_watch_of_lanes_that_close_before_its_thread_runs_ends_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = groups_over_sim("a", "b")
+    lanes = groups[0]._lanes
+    assert lanes is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: None)
+        watcher = Watcher([], groups[0], lanes)
+    lanes.close()
+    os.eventfd_write(watcher._stop, 1)
+    watcher._run()
+    os.close(watcher._stop)
+    for group in groups:
+        group.close()
+
+
 def test_eviction_by_a_rank_that_ends_after_it_is_reported_first() -> None:
     reports: list[Any] = []
 
