@@ -13,6 +13,7 @@ import sglang
 import torch
 import torch.distributed
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
@@ -54,6 +55,7 @@ from kv_connector.sglang.plugin import BACKEND, LOADER
 from kv_connector.sglang.refusals import REFUSED_POOLS
 
 __all__ = [
+    "HEALTH_CHECK_RID_PREFIX",
     "LOADER",
     "BeginWeightUpdateReqInput",
     "CommonKVBootstrapServer",

@@ -92,7 +92,9 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         atexit.register(self._running.close)
         self.agent: Agent = self._running.agent
         self._weights = ""
-        """The version that the agent was given last."""
+        """The last whole version that the agent was given."""
+        self._torn = False
+        """Whether the engine has had parts of two versions since."""
         self._names: OrderedDict[str, None] = OrderedDict()
         """Versions that the agent was given, the oldest first."""
         self.note_weights()
@@ -194,10 +196,11 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         ``pushed``: identity of the last version that a trainer pushed to this engine. A prefill engine
         refuses pages to a decode engine of another version.
         """
-        if (version := weight_version(pushed)) == self._weights:
+        changed = (version := weight_version(pushed)) != self._weights
+        if not changed and not self._torn:
             return
         # The identity of a pushed version differs with its contents.
-        if version in self._names and version != pushed:
+        if changed and version in self._names and version != pushed:
             logger.warning(
                 "write_imm: weight version %s was used before. Engines cannot tell its two updates apart. "
                 "Give each update a new name, such as RUN-STEP.",
@@ -206,19 +209,22 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         self._names[version] = None
         if len(self._names) > _NAMES:
             self._names.popitem(last=False)
-        self._set_weights(version)
+        # The first version, also of --weight-version, is the name of the checkpoint's weights.
+        self._set_weights(version, of_checkpoint=not self._weights)
+        self._weights, self._torn = version, False
 
     def note_torn(self, pushed: str) -> None:
-        """Reports that the engine stays paused, with parts of the version ``pushed``. Until it has a whole
-        version, a prefill engine refuses all pages at once, and the error names the versions."""
-        self._set_weights(named(f"parts of {shown(pushed)} and {shown(self._weights)}"))
+        """Reports that the engine stays paused, with parts of the version ``pushed``. Empty: the version is
+        not known. Until the engine has a whole version, a prefill engine refuses all pages at once, and the
+        error names the versions."""
+        self._torn = True
+        part = shown(pushed) if pushed else "another version"
+        self._set_weights(named(f"parts of {part} and {shown(self._weights)}"), of_checkpoint=False)
 
-    def _set_weights(self, version: str) -> None:
+    def _set_weights(self, version: str, *, of_checkpoint: bool) -> None:
         """Each call makes a prefill engine's agent forget the computed pages of unfinished prompts."""
-        # The first version, also of --weight-version, is the name of the checkpoint's weights.
         assert self._running is not None
-        self._running.set_weights(version, of_checkpoint=not self._weights)
-        self._weights = version
+        self._running.set_weights(version, of_checkpoint=of_checkpoint)
 
     def forget_checkpoint(self) -> None:
         """SGLang's scheduler computes with other weights from its next step on, which have no version."""

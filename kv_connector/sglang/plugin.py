@@ -8,10 +8,10 @@ so a frontend needs no transfer engine.
 from __future__ import annotations
 
 import importlib
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
-from kv_connector.sglang.recomputes import held_shown, held_waiting, next_room
+from kv_connector.sglang.recomputes import held_shown, next_room, retracted_waiting
 
 BACKEND = "write_imm"
 """Name of the transfer backend, and of the warmup that starts the controller of weights."""
@@ -118,20 +118,26 @@ def _rest(result: None, scheduler: Any) -> None:
 
 
 def _record_weights(original: Any, scheduler: Any, new_version: str | None) -> None:
-    """Replaces Scheduler.record_weight_version_change(), which overlooks requests that are held during a
-    pause."""
-    with held_waiting(scheduler) if _holds(scheduler) else nullcontext():
+    """Replaces Scheduler.record_weight_version_change(), which overlooks requests that were retracted."""
+    with ExitStack() as seen:
+        if (settling := _settling(scheduler)) is not None:
+            seen.enter_context(settling.shown())
+        if _holds(scheduler):
+            seen.enter_context(retracted_waiting(scheduler))
         original(scheduler, new_version)
 
 
 def _note_weights(result: None, scheduler: Any, new_version: str | None) -> None:
     """Runs after Scheduler.record_weight_version_change(). SGLang calls that in each rank after each update,
-    and for ``/update_weight_version``. ``new_version``: None after an update without a version."""
-    if (manager := _manager(scheduler)) is not None:
-        if new_version is None:
-            manager.forget_checkpoint()
-        worker = getattr(scheduler, "kv_connector_weights", None)
-        manager.note_weights("" if worker is None else worker.served)
+    and for ``/update_weight_version``. ``new_version``: None after an update without a version. A pushed
+    version gets its name after the update."""
+    if (manager := _manager(scheduler)) is None:
+        return
+    if new_version is None:
+        manager.forget_checkpoint()
+        return
+    worker = getattr(scheduler, "kv_connector_weights", None)
+    manager.note_weights("" if worker is None else worker.served)
 
 
 def _start_weights(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -163,9 +169,9 @@ def _turn(result: Any, scheduler: Any, stop_at_pause: bool = False) -> None:
         return
     settling.turn()
     worker, manager = scheduler.kv_connector_weights, _manager(scheduler)
-    if manager is not None and (torn := worker.torn):
-        worker.torn = ""
-        manager.note_torn(torn)
+    if manager is not None and worker.torn:
+        worker.torn = False
+        manager.note_torn(worker.tried)
 
 
 def _resume(scheduler: Any, asked: Any) -> None:

@@ -41,16 +41,21 @@ def held_shown(queue: Any) -> Iterator[None]:
 
 
 @contextmanager
-def held_waiting(scheduler: Any) -> Iterator[None]:
-    """SGLang sees held requests of a decode server among the waiting ones in the block, with all their
-    tokens. Otherwise it attributes their tokens to the version that is next, because it does not note when
-    their version changes."""
-    held = scheduler.disagg_decode_prealloc_queue.held_rebootstrap_reqs
+def retracted_waiting(scheduler: Any) -> Iterator[None]:
+    """SGLang sees retracted requests of a decode server among the waiting ones in the block, with all their
+    tokens.
+
+    It holds some of them. Others wait for their KV since an earlier pause. Otherwise SGLang attributes their
+    tokens to the version that is next, because it does not note when their version changes.
+    """
+    queue, transfers = scheduler.disagg_decode_prealloc_queue, scheduler.disagg_decode_transfer_queue
+    resumed = [waiting.req for waiting in [*queue.queue, *transfers.queue] if waiting.is_rebootstrap]
+    retracted = [*queue.held_rebootstrap_reqs, *resumed]
     # SGLang has taken the last token away, and puts it back once the others are computed again.
-    cut = [request for request in held if request.pd_rebootstrap_forced_output_id is not None]
+    cut = [request for request in retracted if request.pd_rebootstrap_forced_output_id is not None]
     for request in cut:
         request.output_ids.append(request.pd_rebootstrap_forced_output_id)
-    waiting, scheduler.waiting_queue = scheduler.waiting_queue, [*scheduler.waiting_queue, *held]
+    waiting, scheduler.waiting_queue = scheduler.waiting_queue, [*scheduler.waiting_queue, *retracted]
     try:
         yield
     finally:

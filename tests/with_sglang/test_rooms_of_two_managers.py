@@ -627,6 +627,28 @@ def test_a_prefill_engine_with_parts_of_two_versions_refuses_at_once(two: Pair, 
     send_suffix(two, room + 100)
 
 
+def test_an_engine_that_stays_torn_names_the_last_whole_version(
+    two: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next push may fail as well, or bring the version back that was whole before."""
+    manager = two.prefill.manager
+    given: list[tuple[str, bool]] = []
+
+    def note(version: str, *, of_checkpoint: bool) -> None:
+        given.append((version, of_checkpoint))
+
+    monkeypatch.setattr(manager, "_running", SimpleNamespace(set_weights=note))
+    manager.note_torn("step-2")
+    manager.note_torn("step-2")
+    manager.note_torn("")
+    with caplog.at_level("WARNING"):
+        manager.note_weights()
+        manager.note_weights()
+    names = ["parts of step-2 and default"] * 2 + ["parts of another version and default", "default"]
+    assert given == [(name, False) for name in names]
+    assert not caplog.records
+
+
 def test_memory_is_released_and_resumed(two: Pair) -> None:
     for half in (two.decode, two.prefill):
         half.manager.deregister_buffer_to_engine()

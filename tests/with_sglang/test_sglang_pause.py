@@ -7,15 +7,23 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from fastapi import HTTPException
+from sglang.srt.entrypoints import http_server as api
+from sglang.srt.entrypoints.openai import serving_chat, serving_completions
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from kv_connector.protocol.wire.weight_version import identity
 from kv_connector.sglang import internals
 from kv_connector.sglang.plugin import LOADER, RID
 from kv_connector.sglang.weights import serving, worker
 from kv_connector.sglang.weights.loader import take
-from kv_connector.sglang.weights.serving import PausableServer, TornServer
+from kv_connector.sglang.weights.serving import PausableServer
 from kv_connector.weights.controller import VersionOutcome
 
 pytestmark = pytest.mark.anyio
@@ -49,8 +57,11 @@ class Manager:
     def config_value(self, field: str) -> str:
         return {"weight_version": "step-0"}[field]
 
-    async def generate_request(self, asked: str) -> AsyncIterator[str]:
-        yield f"answer to {asked}"
+    async def generate_request(self, asked: Any, request: object = None) -> AsyncIterator[Any]:
+        yield f"answer to {asked.rid}"
+
+    def create_abort_task(self, asked: Any) -> None:
+        self.calls.append(f"answer with a stream {asked.rid}")
 
     async def flush_cache(self, timeout_s: float | None = None) -> Any:
         self.busy -= 1
@@ -144,28 +155,123 @@ async def test_version_is_reported_by_its_name_and_aborts_no_request() -> None:
     assert manager.calls == ["label step-1 False"]
 
 
+TORN = VersionOutcome("worker 1: it did not try", torn=True)
+REFUSED = "503: this server has parts of the weight versions step-1 and step-0, .* worker 1: it did not try"
+
+
+async def answer_of(manager: Manager, rid: str | None = None) -> str:
+    """Raises HTTPException if the manager refuses the request."""
+    answer: str = await anext(manager.generate_request(SimpleNamespace(rid=rid)))
+    return answer
+
+
 async def test_server_with_parts_of_two_versions_refuses_new_requests() -> None:
     """They would wait for the next push, which may never begin."""
     manager = Manager()
     server = PausableServer(manager, 2, disaggregated=True)
-    generate = server.guarded(manager.generate_request)
     await server.pause()
-    assert [answer async for answer in generate("before")] == ["answer to before"]
+    assert await answer_of(manager, "before") == "answer to before"
     server.ended(VERSION, VersionOutcome("version step-1 has not landed at 2 workers"))
-    assert [answer async for answer in generate("not torn")] == ["answer to not torn"]
-    server.ended(VERSION, VersionOutcome("worker 1: it did not try", torn=True))
-    names = "weight versions step-1 and step-0, .* worker 1: it did not try"
-    with pytest.raises(TornServer, match=f"^this server has parts of the {names}") as raised:
-        await anext(generate("torn"))
-    assert isinstance(raised.value, ValueError)
-    assert (raised.value.status_code, raised.value.detail) == (503, str(raised.value))
+    assert await answer_of(manager) == "answer to None"
+    server.ended(VERSION, TORN)
+    with pytest.raises(HTTPException, match=REFUSED):
+        await answer_of(manager)
+    with pytest.raises(HTTPException, match=REFUSED):
+        manager.create_abort_task(SimpleNamespace(rid="torn"))
     server.ended(VERSION, VersionOutcome("a version that has not landed changes nothing"))
-    with pytest.raises(TornServer):
-        await anext(generate("torn"))
+    with pytest.raises(HTTPException, match=REFUSED):
+        await answer_of(manager)
     await server.pause()
     await server.resume()
     server.ended(VERSION, VersionOutcome())
-    assert [answer async for answer in generate("after")] == ["answer to after"]
+    assert await answer_of(manager, "after") == "answer to after"
+    manager.create_abort_task(SimpleNamespace(rid="after"))
+    assert manager.calls[-1] == "answer with a stream after"
+
+
+async def test_probe_of_a_torn_server_fails_as_during_any_pause() -> None:
+    """SGLang calls generate_request() in a task whose exception it never retrieves."""
+    manager = Manager()
+    PausableServer(manager, 1, disaggregated=False).ended(VERSION, TORN)
+    probe = f"{internals.HEALTH_CHECK_RID_PREFIX}_7"
+    assert await answer_of(manager, probe) == f"answer to {probe}"
+
+
+async def test_server_that_an_operator_resumes_refuses_nothing() -> None:
+    manager = Manager()
+    server = PausableServer(manager, 1, disaggregated=True)
+    await server.pause()
+    server.ended(VERSION, TORN)
+    await manager.continue_generation("an operator's")
+    assert await answer_of(manager, "resumed") == "answer to resumed"
+    manager.calls.clear()
+    await server.pause()
+    assert manager.calls == ["pause retract delayed", "flush later"], "transfers end first"
+
+
+async def test_torn_server_names_the_version_that_its_workers_tried() -> None:
+    """The pause for a later one may fail."""
+    manager = Manager()
+    server = PausableServer(manager, 1, disaggregated=False)
+    await server.update(VERSION)
+    server.ended(identity("step-2", "contents"), TORN)
+    with pytest.raises(HTTPException, match=REFUSED):
+        await answer_of(manager)
+    await server.label(VERSION)
+    manager.begun = False
+    await server.update(identity("step-2", "contents"))
+    server.ended(identity("step-2", "contents"), TORN)
+    with pytest.raises(HTTPException, match="parts of the weight versions step-2 and step-0"):
+        await answer_of(manager)
+
+
+API = [
+    ("/generate", {"text": "a"}),
+    ("/generate", {"text": "a", "stream": True}),
+    ("/encode", {"text": "a"}),
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/completions", {"prompt": "a", "stream": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
+    ("/v1/embeddings", {"input": "a"}),
+]
+
+
+@pytest.mark.parametrize(("path", "asked"), API)
+async def test_sglangs_api_answers_503_while_the_server_is_torn(
+    path: str, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = Manager()
+    PausableServer(manager, 1, disaggregated=False).ended(VERSION, TORN)
+    monkeypatch.setattr(api, "_global_state", SimpleNamespace(tokenizer_manager=manager))
+    for module in (serving_chat, serving_completions):
+        given = SimpleNamespace(stream_response_default_include_usage=False)
+        monkeypatch.setattr(module, "get_serving", lambda given=given: given)
+    logged = SimpleNamespace(log_requests=False)
+    for name, kind, made in (
+        ("chat", OpenAIServingChat, GenerateReqInput),
+        ("completion", OpenAIServingCompletion, GenerateReqInput),
+        ("embedding", OpenAIServingEmbedding, EmbeddingReqInput),
+    ):
+        handler: Any = kind.__new__(kind)  # type: ignore[type-abstract]
+        vars(handler).update(
+            tokenizer_manager=SimpleNamespace(
+                generate_request=manager.generate_request,
+                create_abort_task=manager.create_abort_task,
+                request_logger=logged,
+            ),
+            _validate_request=lambda request: None,
+            _should_return_input_ids=lambda request: False,
+            _should_return_output_ids=lambda request: False,
+            _convert_to_internal_request=lambda request, raw, made=made: (made(text="a"), request),
+        )
+        monkeypatch.setattr(api.app.state, f"openai_serving_{name}", handler, raising=False)
+    transport = httpx.ASGITransport(app=api.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        answer = await client.post(path, json={"model": "m"} | asked if "v1" in path else asked)
+    assert answer.status_code == 503
+    assert "parts of the weight versions step-1 and step-0" in answer.text
+    assert not manager.calls, "SGLang prepares the abort of a stream"
 
 
 @pytest.mark.parametrize(
@@ -203,11 +309,16 @@ async def test_worker_knows_the_version_of_which_its_engine_has_parts(
     (report,) = reports
     first.apply(VERSION)
     report("")
-    assert first.torn == ""
+    assert not first.torn
+    report("the update failed")
+    assert first.torn
+    assert first.tried == "", "this worker has tried none since"
+    first.apply(VERSION)
     report("worker 1: it did not try to apply the version")
-    assert first.torn == VERSION
+    assert first.torn
+    assert first.tried == VERSION
     first.apply("step-2#00000000")
-    assert first.torn == "", "the next version has landed whole"
+    assert not first.torn, "the next version has landed whole"
 
 
 @pytest.mark.parametrize(

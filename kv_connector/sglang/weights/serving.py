@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import fastapi
@@ -41,7 +41,6 @@ async def serve_weights(manager: Any) -> None:
     given = read_weight_settings(os.environ, internals.device_type())
     manager.auto_create_handle_loop()
     server = PausableServer(manager, ranks, disaggregated=internals.is_disaggregated())
-    manager.generate_request = server.guarded(manager.generate_request)
     # The manager lives as long as its process, and so does the controller.
     manager.kv_connector_weights = await launch_controller(
         server,
@@ -53,22 +52,16 @@ async def serve_weights(manager: Any) -> None:
     )
 
 
-class TornServer(fastapi.HTTPException, ValueError):
-    """A request to a server with parts of two versions. SGLang's own API answers with a ValueError's status,
-    its OpenAI API with an HTTPException's."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(503, reason)
-
-    def __str__(self) -> str:
-        return str(self.detail)
-
-
 class PausableServer:
-    """SGLang's TokenizerManager, with the operations that the controller needs."""
+    """SGLang's TokenizerManager, with the operations that the controller needs.
+
+    While the server is torn, it refuses new requests with status 503. They would wait until a trainer pushes
+    the next version.
+    """
 
     def __init__(self, manager: Any, ranks: int, *, disaggregated: bool) -> None:
-        """``disaggregated``: the server is a prefill or a decode server."""
+        """Replaces methods of the manager, which SGLang's HTTP server calls. ``disaggregated``: the server
+        is a prefill or a decode server."""
         self._manager = manager
         self._ranks = ranks
         self._disaggregated = disaggregated
@@ -76,20 +69,54 @@ class PausableServer:
         """pause() has succeeded. A torn engine is paused once more, for the next version."""
         self._torn = ""
         """The reason why new requests are refused. Empty: they are not."""
+        self._tried = ""
+        """Identity of the last version of which the workers may have parts. Empty: they have none."""
+        manager.generate_request = self._guarded(manager.generate_request)
+        manager.create_abort_task = self._checked(manager.create_abort_task)
+        manager.continue_generation = self._noted(manager.continue_generation)
 
-    def guarded(self, generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-        """Returns SGLang's ``generate_request``, except that a torn server refuses new requests. They would
-        wait until a trainer pushes the next version."""
+    def _guarded(self, generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        """Replaces ``generate_request``. A probe of SGLang's health waits as during any pause, and fails."""
 
-        def guarded(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-            return _refuse(self._torn) if self._torn else generate(*args, **kwargs)
+        def guarded(obj: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            probes = isinstance(obj.rid, str) and obj.rid.startswith(internals.HEALTH_CHECK_RID_PREFIX)
+            return self._refuse() if self._torn and not probes else generate(obj, *args, **kwargs)
 
         return guarded
+
+    def _checked(self, create: Callable[..., Any]) -> Callable[..., Any]:
+        """Replaces ``create_abort_task``. SGLang calls it before it begins to answer with a stream, of which
+        ``/generate`` calls generate_request() later, when the status has been sent."""
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self._check()
+            return create(*args, **kwargs)
+
+        return checked
+
+    def _noted(self, resume: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+        """Replaces ``continue_generation``, which an operator may call, too: with parts of two versions."""
+
+        async def noted(*args: Any, **kwargs: Any) -> None:
+            await resume(*args, **kwargs)
+            self._paused, self._torn = False, ""
+
+        return noted
+
+    def _check(self) -> None:
+        # SGLang's OpenAI API answers 400 for a ValueError.
+        if self._torn:
+            raise fastapi.HTTPException(503, self._torn)
+
+    async def _refuse(self) -> AsyncIterator[Any]:
+        self._check()
+        yield
 
     def ended(self, version: str, outcome: VersionOutcome) -> None:
         """The controller reports the outcome of a version."""
         if outcome.torn:
             earlier = self._manager.config_value("weight_version")
+            version = self._tried or version
             self._torn = (
                 f"this server has parts of the weight versions {shown(version)} and {earlier}, and is paused "
                 f"until it gets a whole version. Push or seed one. {outcome.problem}"
@@ -128,6 +155,7 @@ class PausableServer:
         if not begun:
             logger.error("weights: SGLang began no update: %s", reason)
             return
+        self._tried = version
         named = internals.MultiprocessingSerializer.serialize([(version, torch.empty(0))])
         updated, reason = await self._manager.update_weights_from_tensor(
             internals.UpdateWeightsFromTensorReqInput(
@@ -147,12 +175,7 @@ class PausableServer:
         await self._manager.update_weight_version(
             internals.UpdateWeightVersionReqInput(new_version=shown(version), abort_all_requests=False)
         )
+        self._tried = ""
 
     async def resume(self) -> None:
         await self._manager.continue_generation(internals.ContinueGenerationReqInput())
-        self._paused, self._torn = False, ""
-
-
-async def _refuse(reason: str) -> AsyncIterator[Any]:
-    raise TornServer(reason)
-    yield

@@ -34,10 +34,12 @@ class WeightWorker:
         """BLOCKS until all workers of the engine listen. Raises ValueError for wrong settings."""
         self.served = ""
         """Identity of the version that the model has. Empty: the weights that the server was started with."""
-        self.torn = ""
-        """Identity of a version of which the engine has parts, until the scheduler has noticed. Set at the
-        engine's first worker alone."""
-        self._tried = ""
+        self.torn = False
+        """Whether the engine has parts of two versions, until the scheduler has noticed. Set at the engine's
+        first worker alone."""
+        self.tried = ""
+        """Identity of the version that this worker tried last. Empty: none since the engine had a whole
+        one."""
         self._model = UpdatableModel(model, device)
         place = WorkerPlace(tensor_rank(), tensor_ranks(), own_host())
         self._name = place.name
@@ -52,7 +54,7 @@ class WeightWorker:
 
     def apply(self, version: str) -> None:
         """Applies a version that has landed. Does not raise: the receiver reports the result."""
-        self._tried, self.torn = version, ""
+        self.tried, self.torn = version, False
         apply_version(self._receiver, self._name, version, self._model, self._applied)
 
     def close(self) -> None:
@@ -62,7 +64,9 @@ class WeightWorker:
         """The controller reports, on the receiver's thread, why the engine stays paused, or "" if it has
         resumed."""
         if reason:
-            self.torn = self._tried
+            self.torn = True
+        else:
+            self.tried = ""
 
     def _applied(self, version: str) -> None:
         self.served = version

@@ -21,7 +21,13 @@ def request(
     """``ends``: SGLang's reason to end the request in its next step."""
     kv = SimpleNamespace(holds_kv=pages)
     return SimpleNamespace(
-        name=name, rid=name, kv=kv, multimodal_inputs=images, input_embeds=embeds, to_finish=ends
+        name=name,
+        rid=name,
+        kv=kv,
+        multimodal_inputs=images,
+        input_embeds=embeds,
+        to_finish=ends,
+        is_rebootstrap=False,
     )
 
 
@@ -57,7 +63,7 @@ class Scheduler:
         self.running_batch, self.waiting_queue = SimpleNamespace(reqs=[]), []  # type: ignore[var-annotated]
         self.transfer_backend = SimpleNamespace(value=self.backend)
         if self.takes_weights:
-            self.kv_connector_weights = SimpleNamespace(torn="")
+            self.kv_connector_weights = SimpleNamespace(torn=False, tried="")
             self.kv_connector_settling = Settling(self, recomputes=self.recomputes)
 
     def is_fully_idle(self) -> bool:
@@ -284,6 +290,38 @@ def test_tokens_of_held_requests_count_when_the_version_changes(
     assert scheduler.queue.held_rebootstrap_reqs == [held, empty]
 
 
+@pytest.mark.parametrize("paused", [False, True])
+def test_tokens_of_requests_that_wait_for_their_recompute_count(paused: bool) -> None:
+    """They were retracted for an earlier version, and no prefill server has computed them since."""
+    decode = Scheduler(decodes=True)
+    requests = {
+        name: SimpleNamespace(name=name, output_ids=[1, 2], pd_rebootstrap_forced_output_id=3)
+        for name in ("waits", "is sent", "is new")
+    }
+    decode.queue.queue = [
+        SimpleNamespace(req=requests["waits"], is_rebootstrap=True, name="waits"),
+        SimpleNamespace(req=requests["is new"], is_rebootstrap=False, name="is new"),
+    ]
+    if paused:
+        decode.pause()
+        decode.turn()
+        assert decode.seen == ["pause []"], "SGLang does not see them"
+    sent = SimpleNamespace(req=requests["is sent"], is_rebootstrap=True)
+    decode.disagg_decode_transfer_queue.queue.append(sent)
+    found: dict[str, int] = {}
+    plugin._record_weights(
+        lambda scheduler, version: found.update(
+            {one.name: len(one.output_ids) for one in scheduler.waiting_queue}
+        ),
+        decode,
+        "step-2",
+    )
+    assert found == {"waits": 3, "is sent": 3}
+    assert not decode.waiting_queue
+    assert decode.waiting == ([] if paused else ["waits", "is new"])
+    assert {tuple(one.output_ids) for one in requests.values()} == {(1, 2)}
+
+
 def test_held_requests_survive_an_abort_that_fails() -> None:
     queue = SimpleNamespace(retracted_queue=["retracted"], held_rebootstrap_reqs=["held"])
     with pytest.raises(RuntimeError), held_shown(queue):
@@ -297,14 +335,17 @@ def test_scheduler_reports_once_that_it_has_parts_of_a_version(decodes: bool) ->
     reported: list[str] = []
     scheduler.queue.kv_manager = SimpleNamespace(note_torn=reported.append)
     scheduler.turn()
-    scheduler.kv_connector_weights.torn = "step-2#00000000"
+    scheduler.kv_connector_weights = SimpleNamespace(torn=True, tried="step-2#00000000")
     scheduler.turn(stop_at_pause=True)
     assert not reported, "a batch is being computed"
     scheduler.turn()
     scheduler.turn()
     assert reported == ["step-2#00000000"]
+    scheduler.kv_connector_weights = SimpleNamespace(torn=True, tried="")
+    scheduler.turn()
+    assert reported[1:] == [""], "the update failed before this worker tried to apply the version"
     others = Scheduler(decodes)
-    others.kv_connector_weights.torn = "step-2#00000000"
+    others.kv_connector_weights.torn = True
     others.turn()  # another transfer backend compares no versions
 
 
