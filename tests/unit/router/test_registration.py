@@ -997,8 +997,9 @@ async def test_with_objectives_a_prompt_does_not_queue_behind_another(
         await computed.wait()
         return await answer_ok(request, body)
 
-    client = await cluster.router(objectives=Objectives(0.4, 0.015), dispatch=dispatch)
-    load = WorkloadReport(8192, 8192, 1 << 20, prompt=PromptCost(5_000_000, 25_000, 0))
+    # By forecast the long prompt takes 20 s, so a slow machine does not end the queue before the test does.
+    client = await cluster.router(objectives=Objectives(40, 1.5), dispatch=dispatch)
+    load = WorkloadReport(8192, 8192, 1 << 20, prompt=PromptCost(500_000_000, 2_500_000, 0))
     p = await cluster.engine(Role.PREFILL, busy, load)
     d = await cluster.engine(Role.DECODE, answer_ok, msgspec.structs.replace(load, step_tokens=256))
     long = asyncio.create_task(client.post("/v1/completions", json={"prompt": [1] * 8000}))
