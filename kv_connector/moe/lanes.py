@@ -64,7 +64,7 @@ class Lanes:
             received = exchange(sent)
         if problem is not None:
             raise problem
-        for other in self._above(received, lower=True):
+        for other in self._senders(received, lower=True):
             self.native.meet(other, received[other])
         self.native.begin()
 
@@ -72,13 +72,18 @@ class Lanes:
         return {other: self.native.offer(other) for other in self.processes if other > self._rank}
 
     def _accept(self, received: Mapping[int, bytes]) -> dict[int, bytes]:
-        return {other: self.native.accept(other, received[other]) for other in self._above(received, True)}
+        return {
+            other: self.native.accept(other, received[other]) for other in self._senders(received, lower=True)
+        }
 
     def _complete(self, received: Mapping[int, bytes]) -> dict[int, bytes]:
-        return {other: self.native.complete(other, received[other]) for other in self._above(received, False)}
+        return {
+            other: self.native.complete(other, received[other])
+            for other in self._senders(received, lower=False)
+        }
 
-    def _above(self, received: Mapping[int, bytes], lower: bool) -> list[int]:
-        """The far ranks below this rank (or above it), which have all sent something."""
+    def _senders(self, received: Mapping[int, bytes], *, lower: bool) -> list[int]:
+        """The far ranks below this rank (``lower``) or above it, which have all sent something."""
         ranks = [other for other in self.processes if (other < self._rank) == lower]
         if missing := [other for other in ranks if not received.get(other)]:
             raise ConnectionError(f"rank {missing[0]} sent no offer of a link")

@@ -42,6 +42,17 @@ class Nodes {
 
   uint32_t ranks() const { return static_cast<uint32_t>(nodes_.size()); }
   FarRanks& far(uint32_t rank) { return *far_[rank]; }
+  // Waits for others that have left, or that the rank cannot reach any more, and returns them.
+  std::vector<FarRanks::Departure> await_departures(uint32_t rank) {
+    std::vector<FarRanks::Departure> gone;
+    test::await(
+        [&] {
+          gone = far(rank).departures();
+          return !gone.empty();
+        },
+        "a departure");
+    return gone;
+  }
   // Closes the rank's lanes.
   void end(uint32_t rank) { far_[rank].reset(); }
   test::Nics& nics(uint32_t rank) { return nics_[rank]; }
@@ -252,13 +263,7 @@ TEST_P(MoeNodes, ARankOutOfReachEndsTheStepWithItsName) {
   // A rank may wait for a packet while it sends none.
   nodes.run(work, [&] {
     for (uint32_t rank = 0; rank < 3; ++rank) {
-      std::vector<FarRanks::Departure> gone;
-      test::await(
-          [&] {
-            gone = nodes.far(rank).departures();
-            return !gone.empty();
-          },
-          "the departure");
+      const std::vector<FarRanks::Departure> gone = nodes.await_departures(rank);
       EXPECT_FALSE(gone[0].left);
       EXPECT_NE(gone[0].reason, "");
       groups[rank].get_future().get()->lose(gone[0].rank);
@@ -375,13 +380,7 @@ TEST(MoeLeaving, ARankThatDoesNotRespondKeepsNoOtherRankFromAGoodbye) {
   nodes.nics(1)[0].go_silent();
   nodes.far(0).leave(Timeout(1'000'000));
   nodes.end(0);
-  std::vector<FarRanks::Departure> gone;
-  test::await(
-      [&] {
-        gone = nodes.far(2).departures();
-        return !gone.empty();
-      },
-      "the departure");
+  const std::vector<FarRanks::Departure> gone = nodes.await_departures(2);
   EXPECT_EQ(gone[0].rank, 0U);
   EXPECT_TRUE(gone[0].left) << gone[0].reason;
 }
@@ -439,13 +438,7 @@ TEST_F(MoeFar, ARankThatLeavesIsReportedAsSuch) {
       },
       "the message");
   nodes_.far(0).leave(kLimit);
-  std::vector<FarRanks::Departure> gone;
-  test::await(
-      [&] {
-        gone = nodes_.far(1).departures();
-        return !gone.empty();
-      },
-      "the departure");
+  const std::vector<FarRanks::Departure> gone = nodes_.await_departures(1);
   EXPECT_EQ(gone[0].rank, 0U);
   EXPECT_TRUE(gone[0].left);
 }

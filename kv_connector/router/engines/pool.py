@@ -195,8 +195,8 @@ class Lease:
             self._loading += tokens
             self.workload.cache.load(tokens)
 
-    def answered(self) -> None:
-        """Ends what ``answers`` has noted: the cache learns of the answer itself."""
+    def end_loading(self) -> None:
+        """Notes that the engine has what it was about to have, or that it does not come."""
         self.workload.cache.load(-self._loading)
         self._loading = 0
 
@@ -249,8 +249,7 @@ class Lease:
     def _leave_queue(self) -> None:
         if self._work is not None:
             self._member.workload.backlog.remove(self._work)
-        self._member.workload.cache.load(-self._loading)
-        self._loading = 0
+        self.end_loading()
 
     def _set_charge(self, tokens: int) -> None:
         """Makes the request count for so many tokens of the engine's recent work."""

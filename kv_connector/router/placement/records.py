@@ -139,7 +139,7 @@ class CacheRecords:
                 self._repeats.answered(kind, engine.endpoint, lease.context, prompt, continued)
             if not (keeps and self._repeats.expected(kind)):
                 continued = continued.hidden_behind(prompt)
-            engine.answered()
+            engine.end_loading()
             _has(engine.workload, continued)
 
     def repeats(self, prompt: Prompt, said: Said) -> bool:
