@@ -8,6 +8,7 @@ from kv_connector.protocol.session.sessions import PeersAction
 from kv_connector.protocol.wire.messages import (
     AnyMessage,
     Defer,
+    Hello,
     HelloNak,
     Locate,
     NakReason,
@@ -26,6 +27,8 @@ class OlderPeers(PeerTable):
             raise Violation("an older engine got DEFER")
         if isinstance(message, Reserve) and message.wants_sums:
             raise Violation("an older engine got a RESERVE that it cannot decode")
+        if isinstance(message, Hello) and knows_defer(message):
+            raise Violation("an older engine got a newer HELLO, after it had refused a newer LOCATE")
         if isinstance(message, Locate) and knows_defer(message):
             return [Reply(source, HelloNak(NakReason.INCOMPATIBLE, "protocol: engines differ"))]
         return super().receive(now, source, message)

@@ -69,12 +69,12 @@ class Dialling:
         self._sessions.older.pop(engine, None)
         return self._find(now, engine)
 
-    def _find(self, now: float, engine: Address) -> list[PeersAction]:
+    def _find(self, now: float, engine: Address, older: bool = False) -> list[PeersAction]:
         if self._sessions.away:
             return [EngineNotFound(engine, f"this engine {self._sessions.away}")]
         peer = self._sessions.add(now, str(engine), Role.PREFILL)
         peer.address = peer.of = engine
-        peer.finding = True
+        peer.finding, peer.older = True, older
         peer.give_up = now + self._sessions.timeouts.connect
         self._sessions.finding[engine] = peer.peer
         return [Inquire(peer.peer, engine)]
@@ -101,6 +101,8 @@ class Dialling:
             return [DialFailed(address, f"this engine {self._sessions.away}")]
         peer = self._sessions.add(now, str(address), Role.PREFILL)
         peer.address, peer.of, peer.wants, peer.layout = address, engine, wants, layout
+        # HELLO is sent later. By then another search for the engine may have forgotten its version.
+        peer.older = engine in self._sessions.older
         peer.give_up = now + self._sessions.timeouts.connect
         self._sessions.by_address[address] = peer.peer
         return [Connect(peer.peer, address, peer.name)]
@@ -137,7 +139,7 @@ class Dialling:
         self._sessions.timers.clear(peer_id)
         again = self._sessions.add(now, str(peer.address), Role.PREFILL)
         again.address, again.of, again.wants, again.layout = peer.address, peer.of, peer.wants, peer.layout
-        again.without = (*peer.without, lane)
+        again.older, again.without = peer.older, (*peer.without, lane)
         again.give_up = peer.give_up
         self._sessions.by_address[peer.address] = again.peer
         text = f"prefill peer {peer.name}: lane {lane} is passed over: {reason}"
@@ -249,7 +251,7 @@ class Dialling:
         older[engine] = None
         if len(older) > REMEMBERED_OLDER:
             del older[next(iter(older))]
-        return [hang_up, *self._find(now, engine)]
+        return [hang_up, *self._find(now, engine, older=True)]
 
     def _end_search(self, peer: Peer) -> tuple[Address, HangUp]:
         """Ends the session of a LOCATE that has its answer. Returns the engine's address, and the action that
@@ -267,8 +269,7 @@ class Dialling:
     def _introduction(self, peer: Peer) -> tuple[int, Fingerprint]:
         """The protocol version and the fingerprint of LOCATE or HELLO."""
         fingerprint = self._sessions.identity.fingerprint
-        engine = peer.address if peer.finding else peer.of
-        if not peer.prefixes and engine in self._sessions.older:
+        if peer.older and not peer.prefixes:
             return PROTOCOL_VERSION, fingerprint  # an older engine refuses pairs that it does not know
         version = PREFIX_PROTOCOL_VERSION if peer.prefixes else DEFER_PROTOCOL_VERSION
         return version, with_checkpoint(fingerprint, self._sessions.checkpoint)

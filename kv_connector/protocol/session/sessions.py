@@ -136,6 +136,7 @@ class Peer:
     layout: KvLayout | None = None  # the layout that the peer must have
     without: tuple[str, ...] = ()  # lanes that do not lead to the peer
     finding: bool = False
+    older: bool = False  # the engine was found to know only PROTOCOL_VERSION; prefixes have another version
     source: Source | None = None
     state: PeerState = PeerState.CONNECTING
     engine: tuple[str, int] | None = None  # engine id and rank, once known

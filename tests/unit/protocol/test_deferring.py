@@ -46,6 +46,7 @@ from kv_connector.protocol.wire.messages import (
     DEFER_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Defer,
+    Directory,
     Due,
     Hello,
     HelloNak,
@@ -237,6 +238,23 @@ def test_decode_repeats_locate_for_an_older_engine() -> None:
     directory = only(prefill.receive(0.0, b"caller", second), Reply).message
     decode.receive(0.0, b"second", directory)
     assert hello_of(decode).protocol == PROTOCOL_VERSION
+
+
+def test_a_search_does_not_change_the_version_of_sessions_that_are_being_made() -> None:
+    """Another worker's session failed meanwhile, so D locates the engine again."""
+    decode = table("d", Role.DECODE)
+    located(decode, decode.find(0.0, P_ADDRESS), b"first")
+    located(decode, decode.receive(0.0, b"first", REFUSED), b"second")
+    decode.receive(0.0, b"second", Directory("p", (worker(PAGES),)))
+    connect = only(decode.dial(0.0, P_ADDRESS, P_ADDRESS, all_of(PAGES), PAGES), Connect)
+    assert located(decode, decode.find(0.1, P_ADDRESS), b"third").protocol == DEFER_PROTOCOL_VERSION
+    hello = only(decode.offered(0.1, connect.peer, b"session", b"offer"), Reply).message
+    assert isinstance(hello, Hello)
+    assert hello.protocol == PROTOCOL_VERSION
+    again = only(decode.pass_over(0.1, connect.peer, "verbs", "no route"), Connect)
+    hello = only(decode.offered(0.1, again.peer, b"session 2", b"offer"), Reply).message
+    assert isinstance(hello, Hello)
+    assert hello.protocol == PROTOCOL_VERSION
 
 
 def test_decode_tries_the_newer_version_again_when_it_locates_the_engine_again() -> None:
