@@ -307,7 +307,11 @@ inline void combine(const CombineLaunch& launch, FarSlot* far = nullptr) {
   const uint32_t masked = word(launch.control->masked).load();
   std::array<const unsigned char*, kMaxRanks> results{};  // where each rank's next result is
   for (uint32_t rank = 0; rank < launch.ranks; ++rank) {
-    results[rank] = launch.segments[rank] != nullptr ? launch.segments[rank] + launch.rows : far->results(rank);
+    if (launch.segments[rank] != nullptr) {
+      results[rank] = launch.segments[rank] + launch.rows;
+    } else if (far != nullptr) {
+      results[rank] = far->results(rank);
+    }
   }
   for (uint32_t token = 0; token < launch.tokens; ++token) {
     const uint32_t mask = launch.masks[token] & ~masked;
