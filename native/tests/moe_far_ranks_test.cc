@@ -1,5 +1,6 @@
 // Expert groups over several nodes: ranks as threads, packets over every lane. Every byte is checked against the
 // definition of a step, also while a NIC of several dies.
+#include <cstdlib>
 #include <future>
 
 #include "moe/cpu_exchange.h"
@@ -27,8 +28,13 @@ class Nodes {
       for (uint32_t other = 0; other < ranks(); ++other) {
         if (nodes_[other] != nodes_[rank]) config.far |= 1U << other;
       }
-      far_.push_back(must(
-          FarRanks::create(nics_[rank].with(test::config("rank-" + std::to_string(rank), lane, domains)), config)));
+      EngineConfig engine = test::config("rank-" + std::to_string(rank), lane, domains);
+      if (lane == "verbs") {
+        // Nodes take the NICs of the two sides in turns, so that packets cross the wire.
+        const char* const side = nodes_[rank] % 2 == 0 ? "sender" : "receiver";
+        for (size_t i = 0; i < engine.domains.size(); ++i) engine.domains[i].device = test::device(side, i);
+      }
+      far_.push_back(must(FarRanks::create(nics_[rank].with(std::move(engine)), config)));
     }
     for (uint32_t low = 0; low < ranks(); ++low) {
       for (uint32_t high = low + 1; high < ranks(); ++high) {
@@ -232,6 +238,35 @@ TEST_P(MoeNodes, ANicThatDiesInAStepCostsNoByte) {
     EXPECT_GT(nodes.far(0).counts().links_lost, 0U);
     EXPECT_GT(nodes.far(0).counts().rewritten, 0U);
   }
+}
+
+// Needs NICs, and commands for the interface of the first one, as VerbsFailover does.
+TEST(MoeVerbsFailover, ALinkTakenDownInAStepCostsNoByte) {
+  const char* const down = std::getenv("KVC_TEST_LINK_DOWN");
+  const char* const up = std::getenv("KVC_TEST_LINK_UP");
+  if (down == nullptr || up == nullptr) GTEST_SKIP() << "needs commands in KVC_TEST_LINK_DOWN and KVC_TEST_LINK_UP";
+  constexpr uint64_t kSteps = 8;
+  constexpr uint64_t kTakenDownIn = 3;
+  const GroupConfig config = large_config(3);
+  Nodes nodes("verbs", {0, 0, 1}, 2, config);
+  nodes.run([&](Rank& rank) {
+    rank.form(config);
+    for (uint64_t seed = 1; seed <= kSteps && !testing::Test::HasFailure(); ++seed) {
+      rank.barrier();
+      std::future<int> taken;
+      if (rank.rank == 0 && seed == kTakenDownIn) {
+        taken = std::async(std::launch::async, [&] { return std::system(down); });
+      }
+      run_large(rank, large_step(seed, 3));
+      if (taken.valid()) {
+        EXPECT_EQ(taken.get(), 0) << down;
+      }
+    }
+    rank.barrier();
+    EXPECT_EQ(nodes.far(rank.rank).counts().scatters, 2 * kSteps);
+  });
+  EXPECT_EQ(std::system(up), 0) << up;
+  EXPECT_GT(nodes.far(0).counts().links_lost, 0U);
 }
 
 TEST_P(MoeNodes, ARankOutOfReachEndsTheStepWithItsName) {

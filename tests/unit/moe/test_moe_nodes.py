@@ -1,4 +1,7 @@
-"""Groups over several nodes: every array against the oracle over each lane, and ranks that end or stop."""
+"""Groups over several nodes: every array against the oracle over each lane, and ranks that end or stop.
+
+KVC_TEST_PROVIDERS=verbs tests that lane alone. KVC_TEST_DEVICES names NICs, which the nodes take in turns.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import signal
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,18 +46,30 @@ LANES = {
     "shuffle": DomainConfig("shuffle", device="tcp", seed=3),
     "libfabric": DomainConfig("libfabric", device="tcp"),
 }
+if os.environ.get("KVC_TEST_PROVIDERS") == "verbs":
+    LANES = {"verbs": DomainConfig("verbs")}
+FAULTY_LANE = next(iter(LANES))
+"""The lane of the tests in which ranks end or stop."""
+
+
+def on_node(lane: DomainConfig, node: str) -> DomainConfig:
+    """Returns the lane with the node's NIC, if the environment names NICs."""
+    if lane.provider != "verbs":
+        return lane
+    nics = os.environ.get("KVC_TEST_DEVICES", "").split(",")
+    return replace(lane, device=nics[APART.index(node) % len(nics)])
 
 
 def lane_of(name: str) -> DomainConfig:
     try:
-        TransferEngine(EngineConfig("probe", [LANES[name]])).close()
+        TransferEngine(EngineConfig("probe", [on_node(LANES[name], "a")])).close()
     except TransferError as error:
         pytest.skip(f"{name} is not usable on this machine: {error}")
     return LANES[name]
 
 
 def node_settings(rank: int, nodes: tuple[str, ...], lane: DomainConfig, **more: Any) -> GroupSettings:
-    return settings_of(rank, len(nodes), node=nodes[rank], lanes=(lane,), **more)
+    return settings_of(rank, len(nodes), node=nodes[rank], lanes=(on_node(lane, nodes[rank]),), **more)
 
 
 def far_count(rank: int, nodes: tuple[str, ...]) -> int:
@@ -157,7 +173,7 @@ def step_without_one(side: RankPipe, victim: int, phase: str, timeout: float) ->
         # Steps have the timeout of the test. Forming has more, because processes begin at different times.
         real = _native.MoeGroup
         patch.setattr(_native, "MoeGroup", lambda *given: real(*(*given[:-2], timeout, given[-1])))
-        group = Group.form(node_settings(side.rank, PAIRS, LANES["tcp"]), side.exchange)
+        group = Group.form(node_settings(side.rank, PAIRS, LANES[FAULTY_LANE]), side.exchange)
     sizes = (2,) * RANKS
     tokens = tokens_of(0, Step(sizes, torch.bfloat16, torch.int64, 0, 0, 0, None, False), side.rank)
     out = torch.zeros((2, HIDDEN), dtype=torch.bfloat16)
@@ -451,7 +467,7 @@ def form_without_one(side: RankPipe) -> str:
         return messages
 
     with pytest.raises(GroupError) as raised:
-        Group.form(node_settings(side.rank, PAIRS, LANES["tcp"]), exchange)
+        Group.form(node_settings(side.rank, PAIRS, LANES[FAULTY_LANE]), exchange)
     side.note(f"{rounds} {raised.value}")
     return str(raised.value)
 
