@@ -73,7 +73,7 @@ class Dialling:
         if self._sessions.away:
             return [EngineNotFound(engine, f"this engine {self._sessions.away}")]
         peer = self._sessions.add(now, str(engine), Role.PREFILL)
-        peer.address = peer.of = engine
+        peer.address, peer.engines = engine, {engine: None}
         peer.finding, peer.older = True, older
         peer.give_up = now + self._sessions.timeouts.connect
         self._sessions.finding[engine] = peer.peer
@@ -95,12 +95,12 @@ class Dialling:
             changed = f"{address} has a session of another prefill engine, which has to end first"
             if (known.wants, known.layout) != (wants, layout):
                 return [DialFailed(address, changed)]
-            known.of = engine
+            known.engines[engine] = None
             return []
         if self._sessions.away:
             return [DialFailed(address, f"this engine {self._sessions.away}")]
         peer = self._sessions.add(now, str(address), Role.PREFILL)
-        peer.address, peer.of, peer.wants, peer.layout = address, engine, wants, layout
+        peer.address, peer.engines, peer.wants, peer.layout = address, {engine: None}, wants, layout
         # HELLO is sent later. By then another search for the engine may have forgotten its version.
         peer.older = engine in self._sessions.older
         peer.give_up = now + self._sessions.timeouts.connect
@@ -127,7 +127,7 @@ class Dialling:
 
     def completed(self, now: float, peer_id: PeerId) -> list[PeersAction]:
         peer = self._sessions.peers[peer_id]
-        for address in (peer.address, peer.of):
+        for address in (peer.address, *peer.engines):
             self._sessions.naks.pop(str(address), None)
         return self._sessions.up(now, peer)
 
@@ -138,7 +138,8 @@ class Dialling:
         del self._sessions.by_source[peer.source]
         self._sessions.timers.clear(peer_id)
         again = self._sessions.add(now, str(peer.address), Role.PREFILL)
-        again.address, again.of, again.wants, again.layout = peer.address, peer.of, peer.wants, peer.layout
+        again.address, again.engines = peer.address, peer.engines
+        again.wants, again.layout = peer.wants, peer.layout
         again.older, again.without = peer.older, (*peer.without, lane)
         again.give_up = peer.give_up
         self._sessions.by_address[peer.address] = again.peer
@@ -164,7 +165,7 @@ class Dialling:
         ago."""
         actions: list[PeersAction] = []
         if not self._sessions.away:
-            known = {peer.of for peer in self._sessions.peers.values()}
+            known = {engine for peer in self._sessions.peers.values() for engine in peer.engines}
             for address in self._sessions.waiting:
                 if address not in known and address not in self._sessions.redial:
                     actions += self.find(now, address)

@@ -129,9 +129,10 @@ class Peer:
     name: str
     role: Role
     last_seen: float
-    # On D: the worker, or the engine that is being located (``finding``); and the worker's engine.
+    # On D: the worker, or the engine that is being located (``finding``); and the worker's engine, by each
+    # address under which D has found it.
     address: Address | None = None
-    of: Address | None = None
+    engines: dict[Address, None] = field(default_factory=dict)
     wants: Wants = ()
     layout: KvLayout | None = None  # the layout that the peer must have
     without: tuple[str, ...] = ()  # lanes that do not lead to the peer
@@ -255,8 +256,8 @@ class Sessions:
             return [SessionOver(peer.peer, reason)]
         del (self.finding if peer.finding else self.by_address)[peer.address]
         for other in self.peers.values():
-            if other.of == peer.of:  # the engine may be another one when it is found again
-                other.of = None
+            for engine in peer.engines:  # it may be another one when it is found again
+                other.engines.pop(engine, None)
         self.find_again(peer)
         if peer.source is not None:
             actions.append(HangUp(peer.source))
@@ -269,8 +270,9 @@ class Sessions:
     def find_again(self, peer: Peer) -> None:
         """Locates the engine again if requests wait for it, at once if the session has lasted. An engine that
         does not answer is not tried all the time."""
-        if peer.of in self.waiting:
-            self.redial.set(peer.of, peer.give_up)
+        for engine in peer.engines:
+            if engine in self.waiting:
+                self.redial.set(engine, peer.give_up)
 
     def end_all(self) -> list[PeersAction]:
         """Ends each session without a message."""
@@ -337,9 +339,12 @@ class Sessions:
     def _ping(self, now: float, peer: Peer) -> list[PeersAction]:
         assert peer.source is not None
         paused = now - self.last_step > self.timeouts.hold
-        waiting = () if paused or peer.of is None else self.waiting.get(peer.of, ())
+        engines = () if paused else peer.engines
+        waiting = [transfer_id for engine in engines for transfer_id in self.waiting.get(engine, ())]
         actions: list[PeersAction] = []
         for start in range(0, max(len(waiting), 1), MAX_WAITING):
             self._sequence += 1
-            actions.append(Reply(peer.source, Ping(self._sequence, waiting[start : start + MAX_WAITING])))
+            actions.append(
+                Reply(peer.source, Ping(self._sequence, tuple(waiting[start : start + MAX_WAITING])))
+            )
         return actions

@@ -609,6 +609,49 @@ def test_with_one_worker_lost_the_others_list_nothing_until_the_engine_is_found(
     assert listed(decode, 6.0) == ("t",)
 
 
+def test_pings_list_what_waits_for_each_address_of_the_engine(decode: PeerTable, prefill: PeerTable) -> None:
+    """Routers name one engine by its host and by its IP address. Its second worker has one address."""
+    up(decode, prefill)
+    other, worker = Address("10.0.0.9", 5600), Address("10.0.0.2", 5601)
+    hello(decode, P_ADDRESS, worker, b"worker 1")
+    assert waiting_of(decode, 0.0, [("t", P_ADDRESS)]) == {DIALLED: ("t",), b"worker 1": ("t",)}
+    hello(decode, other, other, b"other")
+    assert decode.dial(1.0, other, worker, WANTS, layout()) == []
+    waiting = [("t", P_ADDRESS), ("u", other)]
+    listed = waiting_of(decode, 1.0, waiting)
+    assert (listed[DIALLED], listed[b"other"]) == (("t",), ("u",))
+    assert sorted(listed[b"worker 1"]) == ["t", "u"]
+    decode.drop(2.0, decode_peer(decode, other), "silent")
+    assert waiting_of(decode, 2.0, waiting)[b"worker 1"] == ("t",)
+
+
+def hello(decode: PeerTable, engine: Address, worker: Address, source: bytes) -> None:
+    """A session with a worker comes up."""
+    connect = only(decode.dial(0.0, engine, worker, WANTS, layout()), Connect)
+    decode.offered(0.0, connect.peer, source, b"offer")
+    decode.receive(0.0, source, HelloAck("p0", "boot", Role.PREFILL, 0, "tcp", layout(), b"answer"))
+    decode.completed(0.0, connect.peer)
+
+
+def decode_peer(decode: PeerTable, address: Address) -> int:
+    return decode._sessions.by_address[address]
+
+
+def waiting_of(
+    decode: PeerTable, now: float, waiting: list[tuple[str, Address]]
+) -> dict[bytes, tuple[str, ...]]:
+    """The transfers that the next PINGs list, by connection. All peers are alive."""
+    decode.note_step(now)
+    decode.set_waiting(now, waiting)
+    for source in list(decode._sessions.by_source):
+        decode.receive(now, source, Pong(1))
+    return {
+        reply.source: reply.message.waiting
+        for reply in every(decode.tick(now), Reply)
+        if isinstance(reply.message, Ping)
+    }
+
+
 def test_a_worker_that_was_restarted_with_other_pages_is_left() -> None:
     """The parts that decode wants, and its counts, follow from the directory of the prefill engine."""
     decode = table("d0", Role.DECODE)
