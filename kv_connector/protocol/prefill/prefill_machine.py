@@ -272,9 +272,13 @@ class PrefillMachine:
             for transfer in prompt.shares:
                 transfer.forget_pages()
                 reservation = transfer.reservation
-                if reservation is not None and reservation.message.weights != version:
+                if reservation is None:
+                    continue
+                if reservation.message.weights != version:
                     text = _other_weights(version, reservation.message)
                     actions += self._go_stale(now, transfer, text)
+                elif not reservation.writing:  # D had this version first
+                    reservation.stale = ""
         return actions
 
     def request_finished(

@@ -164,6 +164,18 @@ def test_decode_with_other_weights_that_wants_the_token_receives_it(
     assert_over(machine)
 
 
+def test_pages_are_pushed_once_prefill_has_the_weights_that_decode_had_first(machine: PrefillMachine) -> None:
+    machine.expect(0.0, prefill_request())
+    machine.reserve(0.0, PEER, msgspec.structs.replace(wanting(), weights="v2"))
+    assert every(machine.pages_computed(0.0, computed((1, 2, 3))), Push) == []
+    machine.set_weights(0.0, "v2")
+    assert only(machine.pages_computed(0.0, computed((1, 2, 3))), Push).peer == PEER
+    sampled = only(machine.request_finished(0.0, "t", True, "", 7), Send)
+    assert sampled.message == Sampled("t", 1, 7)
+    ended = only(machine.writes_ended(0.0, Share("t"), WritesEnd.DONE, True, ""), Ended)
+    assert ended.outcome is Outcome.COMPLETED
+
+
 def test_decode_that_waits_for_the_token_of_an_abandoned_prompt_receives_a_failure(
     machine: PrefillMachine,
 ) -> None:
