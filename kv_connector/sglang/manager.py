@@ -6,7 +6,8 @@ ends. The socket that SGLang binds for its other backends is closed and never us
 
 A room is a transfer, and the request on both sides. SGLang's router draws it from 63 bits. A request that a
 weight update retracts gets another room (recomputes.py). A client may choose rooms itself, and use them
-again. So a transfer's id consists of the room and the number of its earlier uses.
+again. So a transfer's id consists of the room and the number of its earlier uses. A request whose room is
+still in use at D fails.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
             self._waiting: dict[str, Address] = {}
             self._landing: dict[int, str] = {}
             """Transfers whose pages the agent may still write, by room."""
+            self._kept: set[int] = set()
+            """Rooms of ended requests whose pages SGLang keeps until clear_deferred_abort_state()."""
             self.heartbeat_interval: float = _HEARTBEAT_S
             self._start_heartbeat_checker_thread()
 
@@ -242,6 +245,8 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         return True
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        """SGLang has freed the pages of the room's ended request."""
+        self._kept.discard(bootstrap_room)
         self.landed(bootstrap_room)
 
     def rest(self, requests: Any) -> None:
@@ -338,6 +343,18 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         """Ends wait_for(), if it was called."""
         if self._waiting.pop(transfer, None) is not None:
             self.agent.set_waiting(self._waiting.items())
+
+    def in_use(self, room: int) -> bool:
+        """Whether an earlier request of the room has pages that the agent may still write or that SGLang
+        keeps. SGLang asks about pages by room, so an answer would be about the later request."""
+        transfer = self._landing.get(room)
+        landing = transfer is not None and self.agent.state(transfer) not in _OVER
+        return landing or room in self._kept
+
+    def keep(self, room: int) -> None:
+        """SGLang keeps the pages of the room's request, which has ended early, until nothing lands in
+        them."""
+        self._kept.add(room)
 
     def lands(self, room: int, transfer: str) -> None:
         """The agent may write to the room's pages from now on."""

@@ -25,9 +25,21 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         self._polls = 0
         """Number of polls before that."""
         self.bootstrap_infos: list[dict[str, Any]] | None = None
+        rooms = mgr.addr_to_rooms_tracker[bootstrap_addr]
+        in_use, watched = mgr.in_use(bootstrap_room), bootstrap_room in rooms
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._agent = mgr.agent
         self._transfer = mgr.transfer_of(bootstrap_room)
+        if in_use:
+            if not watched:
+                rooms.discard(bootstrap_room)
+            self._owns_bootstrap_room = False  # SGLang's tables have the earlier request
+            self.conclude_state = KVPoll.Failed
+            mgr.record_failure(
+                bootstrap_room,
+                f"room {bootstrap_room} is in use: pages of an earlier request may still arrive. "
+                "Use another bootstrap_room for each request",
+            )
 
     def _setup_bootstrap_infos(self) -> None:
         """Finds P's first worker, which knows the others. Part of SGLang's init()."""
@@ -126,6 +138,7 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         """Part of SGLang's abort(), and of its handling of a failure. The pages are freed once
         Manager.is_abort_release_safe allows it."""
         if self._slot is not None:
+            self.kv_mgr.keep(self.bootstrap_room)
             self._agent.cancel(self._transfer)
         else:
             self._release()

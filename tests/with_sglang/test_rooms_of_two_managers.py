@@ -230,6 +230,48 @@ def test_an_aborted_requests_pages_are_held_until_prefill_has_answered(two: Pair
     sender.clear()
 
 
+def test_a_room_is_refused_while_pages_of_an_earlier_request_may_land(two: Pair) -> None:
+    """A client that chooses rooms itself aborts a request, and repeats it at once."""
+    sender, receiver = two.bootstrapped(26, TARGET)
+    sender.init(4, 2)
+    manager, answer = two.decode.manager, threading.Event()
+    asked = threading.Event()
+
+    def busy(now: float) -> tuple[()]:
+        asked.set()
+        assert answer.wait(PATIENCE)
+        return ()
+
+    def assert_refused() -> None:
+        again = Receiver(manager, two.bootstrap_addr, 26)
+        again.init(0)
+        assert again.poll() == KVPoll.Failed
+        with pytest.raises(Exception, match="room 26 is in use"):
+            again.failure_exception()
+
+    assert_refused()  # while the first request runs
+    assert receiver.poll() == KVPoll.Transferring
+    two.prefill.manager.agent._thread.submit(busy)  # its thread processes no message until then
+    assert asked.wait(PATIENCE)
+    receiver.abort()
+    with pytest.raises(Exception, match="AbortReq"):
+        receiver.failure_exception()
+    assert_refused()
+    assert not manager.is_abort_release_safe(26, 1)
+    answer.set()
+    until(lambda: manager.is_abort_release_safe(26, 1), "CANCEL_ACK")
+    assert_refused()  # SGLang frees the pages in a later turn
+    manager.clear_deferred_abort_state(26)
+    receiver.clear()
+    assert 26 not in manager.request_status
+    until(lambda: sender.poll() == KVPoll.Failed)
+    sender.clear()
+    for _ in range(3):  # the decode server has counted the refused uses, too
+        two.send_room(26).clear()
+    two.decode.pages[:] = 0
+    send_suffix(two, 26)
+
+
 @pytest.mark.parametrize("moment", ["queued", "reserved", "half sent"])
 def test_prefill_aborts(two: Pair, moment: str) -> None:
     room = 30 + ["queued", "reserved", "half sent"].index(moment)
