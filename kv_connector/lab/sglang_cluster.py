@@ -104,11 +104,13 @@ class SglangCluster(ProcessGroup):
 
         `words` are further arguments with a value, without their dashes.
         """
-        port, bootstrap = free_ports(2)
+        port, bootstrap, rendezvous = free_ports(3)
         arguments: dict[str, object] = {
             "model-path": self.model,
             "host": HOST,
             "port": port,
+            # SGLang would draw it among the ports of the other servers, which may not listen yet.
+            "nccl-port": rendezvous,
             "random-seed": 0,
             "page-size": settings.page_size,
             "max-total-tokens": settings.max_total_tokens,
