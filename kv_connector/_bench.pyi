@@ -107,6 +107,31 @@ class GroupSteps:
     def prepared_scatter(self, iterations: int) -> _Steps: ...
     def prepared_barrier(self, iterations: int) -> _Steps: ...
 
+class _ExpertPhase(TypedDict):
+    """Nanoseconds, one entry an iteration."""
+
+    submit: list[float]
+    first: list[float]
+
+class _ExpertTimes(TypedDict):
+    dispatch: _ExpertPhase
+    combine: _ExpertPhase
+
+@final
+class ExpertSteps:
+    """One rank and `peers` ranks of other nodes, all of this process. Each sends `tokens` rows to all others."""
+
+    def __init__(
+        self,
+        domains: list[_Domain],
+        peer_domains: list[_Domain],
+        spin_us: int,
+        peers: int,
+        tokens: int,
+        row_bytes: int,
+    ) -> None: ...
+    def steps(self, iterations: int) -> _ExpertTimes: ...
+
 def submit_write(iterations: int) -> list[float]:
     """Nanoseconds of each call that adds one page to an open transfer."""
 

@@ -129,6 +129,36 @@ class GroupRun(msgspec.Struct, tag="group", kw_only=True, frozen=True):
     last: list[float]
     done: list[float]
 
+    @property
+    def reached(self) -> list[float]:
+        """From the call until the domain receives the first write."""
+        return _sums(self.submit, self.first)
+
+
+class ExpertSends(msgspec.Struct, tag="experts", kw_only=True, frozen=True):
+    """The calls of one rank that send to ranks of other nodes: nanoseconds, one entry per iteration."""
+
+    lane: str
+    operation: str
+    """"dispatch" or "combine"."""
+    peers: int
+    tokens: int
+    """Tokens of one rank."""
+    row_bytes: int
+    submit: list[float]
+    """The call, which also packs the rows."""
+    first: list[float]
+    """From its end until the domain receives the first write."""
+
+    @property
+    def reached(self) -> list[float]:
+        """From the call until the domain receives the first write."""
+        return _sums(self.submit, self.first)
+
+
+def _sums(first: list[float], second: list[float]) -> list[float]:
+    return [a + b for a, b in zip(first, second, strict=True)]
+
 
 class ExpertPairs(msgspec.Struct, tag="moe", kw_only=True, frozen=True):
     """Dispatch and combine of experts, or a collective in their place."""

@@ -207,9 +207,17 @@ def tables_8_and_9(
         str, typer.Option(metavar="NUMBERS", help="Group sizes in peers, comma separated.")
     ] = "8,16,32,64",
     iterations: Annotated[int, typer.Option(min=1, help="Scatters and barriers per group size.")] = 2000,
+    experts: Annotated[
+        bool,
+        typer.Option(
+            "--experts",
+            help="Measure dispatch and combine of experts between nodes instead, with up to 7 peers.",
+        ),
+    ] = False,
     json: _Json = None,
 ) -> None:
     """Measures the paper's Tables 8 and 9: the steps of a scatter and of a barrier, by number of peers."""
+    from kv_connector.bench.measurements.experts import MOST_PEERS, Experts
     from kv_connector.bench.measurements.groups import Groups
     from kv_connector.bench.tables import make_console
 
@@ -221,8 +229,13 @@ def tables_8_and_9(
         ) from None
     if min(sizes) < 1:
         raise typer.BadParameter("--peers: a group has at least 1 peer")
+    if experts and max(sizes) > MOST_PEERS:
+        raise typer.BadParameter(
+            f"--peers: {max(sizes)} with --experts. A group of experts has up to {MOST_PEERS} peers, such as 1,3,7"
+        )
     lanes = _lanes(provider, device, target_device, in_one_process=True)
-    measurement = Groups(lanes=lanes, peers=sizes, iterations=iterations, json=json)
+    kind = Experts if experts else Groups
+    measurement = kind(lanes=lanes, peers=sizes, iterations=iterations, json=json)
     _end(measurement.run(make_console(json)))
 
 

@@ -13,6 +13,7 @@
 
 #include "bench/engine_end.h"
 #include "bench/engine_ping_pong.h"
+#include "bench/expert_steps.h"
 #include "bench/group_steps.h"
 #include "bench/memory_copy.h"
 #include "bench/micro.h"
@@ -60,6 +61,13 @@ py::dict to_python(const Steps& steps) {
   named["first"] = steps.first;
   named["last"] = steps.last;
   named["done"] = steps.done;
+  return named;
+}
+
+py::dict to_python(const ExpertPhase& phase) {
+  py::dict named;
+  named["submit"] = phase.submit;
+  named["first"] = phase.first;
   return named;
 }
 
@@ -176,6 +184,25 @@ PYBIND11_MODULE(_bench, module) {
           "prepared_barrier",
           [](GroupSteps& self, uint32_t iterations) {
             return to_python(unlocked([&] { return self.prepared_barrier(iterations); }));
+          },
+          py::arg("iterations"));
+
+  py::class_<ExpertSteps>(module, "ExpertSteps", "Measures how soon packets of experts between nodes reach the lanes.")
+      .def(py::init([](const std::vector<DomainTuple>& domains, const std::vector<DomainTuple>& peer_domains,
+                       uint32_t spin_us, uint32_t peers, uint32_t tokens, uint32_t row_bytes) {
+             return std::make_unique<ExpertSteps>(domains_of(domains), domains_of(peer_domains), spin_us, peers, tokens,
+                                                  row_bytes);
+           }),
+           py::arg("domains"), py::arg("peer_domains"), py::arg("spin_us"), py::arg("peers"), py::arg("tokens"),
+           py::arg("row_bytes"), Unlocked())
+      .def(
+          "steps",
+          [](ExpertSteps& self, uint32_t iterations) {
+            const ExpertTimes times = unlocked([&] { return self.steps(iterations); });
+            py::dict named;
+            named["dispatch"] = to_python(times.dispatch);
+            named["combine"] = to_python(times.combine);
+            return named;
           },
           py::arg("iterations"));
 

@@ -19,14 +19,16 @@ PEERS = (8, 16, 32, 64)
 # The paper's decode step sends this to each of 64 ranks: a token or two of 7 KiB.
 SLICE_BYTES = 16 << 10
 ITERATIONS = 2000
-_WARM_UP = 100
+WARM_UP = 100
 # The transfer thread stays awake between two iterations. `latency` measures the wake-up.
-_SPIN_US = 1000
+SPIN_US = 1000
 _PERCENTILES = (50, 90, 99, 99.9)
+PERCENTILE_NAMES = tuple(f"p{percent:g}" for percent in _PERCENTILES)
 _STEPS = {
     "submit": "call -> enqueued",
     "dequeue": "enqueued -> taken by the worker",
     "first": "enqueued -> first write given to the domain",
+    "reached": "call -> first write given to the domain",
     "last": "first -> last write given to the domain",
     "done": "call -> done, told to a sleeping thread",
 }
@@ -47,8 +49,8 @@ class Groups(LaneMeasurement[GroupRun]):
             "engines": "one that writes and all its peers in this process, a worker thread each",
             "scatter": f"{SLICE_BYTES >> 10} KiB to each peer, each counted on a counter of its own",
             "barrier": "an immediate alone to each peer",
-            "iterations": f"{self.iterations} after {_WARM_UP}, one at a time",
-            "spin time": f"{_SPIN_US} us (the writer), 0 (its peers)",
+            "iterations": f"{self.iterations} after {WARM_UP}, one at a time",
+            "spin time": f"{SPIN_US} us (the writer), 0 (its peers)",
             "pinned": "no",
         }
 
@@ -62,9 +64,9 @@ class Groups(LaneMeasurement[GroupRun]):
         print_table(
             console,
             f"{contestant.name}: microseconds",
-            ["", "peers", "step", *(f"p{percent:g}" for percent in _PERCENTILES)],
+            ["", "peers", "step", *PERCENTILE_NAMES],
             (
-                [record.operation, str(record.peers), words, *_percentiles(getattr(record, step))]
+                [record.operation, str(record.peers), words, *microseconds(getattr(record, step))]
                 for record in records
                 for step, words in _STEPS.items()
             ),
@@ -75,7 +77,7 @@ class Groups(LaneMeasurement[GroupRun]):
         group = _bench.GroupSteps(
             domains=lane.native_domains(SideRole.INITIATOR),
             peer_domains=lane.native_domains(SideRole.TARGET),
-            spin_us=_SPIN_US,
+            spin_us=SPIN_US,
             peers=peers,
             slice_bytes=SLICE_BYTES,
         )
@@ -88,7 +90,7 @@ class Groups(LaneMeasurement[GroupRun]):
             "prepared barrier": group.prepared_barrier,
         }
         for operation, steps_of in operations.items():
-            steps_of(_WARM_UP)
+            steps_of(WARM_UP)
             steps = steps_of(self.iterations)
             yield GroupRun(
                 lane=lane.name,
@@ -102,5 +104,6 @@ class Groups(LaneMeasurement[GroupRun]):
         """Prints nothing: each lane's table is printed when the lane is measured."""
 
 
-def _percentiles(nanoseconds: list[float]) -> list[str]:
+def microseconds(nanoseconds: list[float]) -> list[str]:
+    """Returns the percentiles, as cells of a table."""
     return [f"{percentile(nanoseconds, percent) / 1000:.2f}" for percent in _PERCENTILES]

@@ -1,7 +1,7 @@
 // Runs one of the hot loops under a tool that counts its instructions: integration/benchmarks/count-instructions.
 //
 //     kvc_hot_loops submit | submit_one | post | count   NUMBER
-//     kvc_hot_loops scatter | prepared_scatter | barrier | prepared_barrier   NUMBER PEERS
+//     kvc_hot_loops scatter | prepared_scatter | barrier | prepared_barrier | experts   NUMBER PEERS
 //
 // NUMBER is the number of calls, of pages (post), of immediates (count), or of member writes in total, independent of
 // PEERS.
@@ -13,6 +13,7 @@
 #include <optional>
 #include <string_view>
 
+#include "bench/expert_steps.h"
 #include "bench/group_steps.h"
 #include "bench/micro.h"
 
@@ -20,6 +21,7 @@ namespace {
 
 constexpr uint32_t kPagesARequest = 2048;
 constexpr uint64_t kPageBytes = 64;
+constexpr uint32_t kExpertRowBytes = 64;
 constexpr uint32_t kCounters = 61;
 // In microseconds: the transfer thread that writes never sleeps during the loop.
 constexpr uint32_t kAwake = 1'000'000;
@@ -44,6 +46,11 @@ bool run(std::string_view loop, uint32_t number, uint32_t peers) {
   sim.provider = "sim";
   sim.fabric = "hot loops";
   sim.max_delay_us = 0;
+  if (loop == "experts") {  // each rank has a dispatch and a combine in a step
+    kvc::bench::ExpertSteps({sim}, {sim}, kAwake, peers, 1, kExpertRowBytes, false)
+        .steps(number / (2 * (peers + 1) * peers));
+    return true;
+  }
   kvc::bench::GroupSteps group({sim}, {sim}, kAwake, peers, kPageBytes, false);
   if (loop == "scatter") {
     group.scatter(number / peers);
@@ -79,6 +86,6 @@ int main(int argc, char** argv) {
   }
   std::fprintf(stderr,
                "usage: kvc_hot_loops submit|submit_one|post|count NUMBER\n"
-               "       kvc_hot_loops scatter|prepared_scatter|barrier|prepared_barrier NUMBER PEERS\n");
+               "       kvc_hot_loops scatter|prepared_scatter|barrier|prepared_barrier|experts NUMBER PEERS\n");
   return 2;
 }

@@ -15,7 +15,7 @@ from command_line import invoke
 from kv_connector.bench import harness, machine
 from kv_connector.bench.contestant import SideRole
 from kv_connector.bench.lane import Lane, UnknownLane, choose_lanes
-from kv_connector.bench.measurements import micro, writes
+from kv_connector.bench.measurements import experts, micro, writes
 from kv_connector.bench.records import Micro, percentile
 from kv_connector.bench.workloads import PageWorkload
 from kv_connector.cli.bench import app
@@ -153,6 +153,33 @@ def test_the_steps_of_a_scatter_and_of_a_barrier(provider: str, tmp_path: Path) 
 @pytest.mark.parametrize("peers", ["eight", "0", ""])
 def test_empty_group_is_refused(peers: str) -> None:
     assert run("groups", "--provider", "sim", "--peers", peers)[0] == 2
+
+
+@pytest.mark.parametrize("provider", ["sim", "tcp"])
+def test_the_sends_of_experts_between_nodes(provider: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    words = ("--experts", "--provider", provider, "--peers", "1,2", "--iterations", "20", "--json", str(file))
+    status, output = run("groups", *words)
+    assert status == 0, output
+    assert output.index("Conditions") < output.index("call -> first write")
+    found = lines(file, "experts")
+    assert [(line["peers"], line["tokens"], line["operation"]) for line in found] == [
+        (peers, tokens, operation)
+        for peers in (1, 2)
+        for tokens in experts.TOKENS
+        for operation in ("dispatch", "combine")
+    ]
+    for line in found:
+        assert len(line["submit"]) == len(line["first"]) == 20
+        for submit, first in zip(line["submit"], line["first"], strict=True):
+            assert submit > 0
+            assert submit + first > 0
+
+
+def test_experts_have_up_to_seven_peers() -> None:
+    status, output = run("groups", "--experts", "--provider", "sim", "--peers", "1,8")
+    assert status == 2
+    assert "up to 7 peers" in output
 
 
 # --- micro
