@@ -119,7 +119,7 @@ class _ExpertTimes(TypedDict):
 
 @final
 class ExpertSteps:
-    """One rank and `peers` ranks of other nodes, all of this process. Each sends `tokens` rows to all others."""
+    """One rank and `peers` ranks of other nodes, in this process. Each sends `tokens` rows to all others."""
 
     def __init__(
         self,

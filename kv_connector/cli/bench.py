@@ -216,7 +216,10 @@ def tables_8_and_9(
     ] = False,
     json: _Json = None,
 ) -> None:
-    """Measures the paper's Tables 8 and 9: the steps of a scatter and of a barrier, by number of peers."""
+    """Measures the paper's Tables 8 and 9: the steps of a scatter and of a barrier, by number of peers.
+
+    With --experts: how soon the first packet of experts between nodes reaches the lane.
+    """
     from kv_connector.bench.measurements.experts import MOST_PEERS, Experts
     from kv_connector.bench.measurements.groups import Groups
     from kv_connector.bench.tables import make_console
@@ -231,12 +234,15 @@ def tables_8_and_9(
         raise typer.BadParameter("--peers: a group has at least 1 peer")
     if experts and max(sizes) > MOST_PEERS:
         raise typer.BadParameter(
-            f"--peers: {max(sizes)} with --experts. A group of experts has up to {MOST_PEERS} peers, such as 1,3,7"
+            f"--peers: {max(sizes)} with --experts. Give up to {MOST_PEERS} peers, such as 1,3,7"
         )
     lanes = _lanes(provider, device, target_device, in_one_process=True)
-    kind = Experts if experts else Groups
-    measurement = kind(lanes=lanes, peers=sizes, iterations=iterations, json=json)
-    _end(measurement.run(make_console(json)))
+    if experts:
+        sends = Experts(lanes=lanes, peers=sizes, iterations=iterations, json=json)
+        _end(sends.run(make_console(json)))
+    else:
+        groups = Groups(lanes=lanes, peers=sizes, iterations=iterations, json=json)
+        _end(groups.run(make_console(json)))
 
 
 @app.command("peers")

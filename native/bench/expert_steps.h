@@ -1,7 +1,7 @@
 // The time from a rank's call until its lanes get the first packet: experts between nodes, in host memory.
 //
-// Each rank is a node of its own, with its own transfer engine. All are in this process, and one thread makes all
-// their calls in turns. So no rank waits for another one, and only rank 0 is timed.
+// Each rank is a node with one transfer engine. All ranks are in this process, and one thread makes their calls in
+// turns. So no rank waits for another one, and only rank 0 is timed.
 #pragma once
 
 #include <cstdint>
