@@ -247,8 +247,8 @@ TEST(MoeVerbsFailover, ALinkTakenDownInAStepCostsNoByte) {
   if (down == nullptr || up == nullptr) GTEST_SKIP() << "needs commands in KVC_TEST_LINK_DOWN and KVC_TEST_LINK_UP";
   constexpr uint64_t kSteps = 8;
   constexpr uint64_t kTakenDownIn = 3;
-  const GroupConfig config = large_config(3);
-  Nodes nodes("verbs", {0, 0, 1}, 2, config);
+  const GroupConfig config = large_config(4);
+  Nodes nodes("verbs", {0, 0, 1, 1}, 2, config);
   nodes.run([&](Rank& rank) {
     rank.form(config);
     for (uint64_t seed = 1; seed <= kSteps && !testing::Test::HasFailure(); ++seed) {
@@ -257,7 +257,7 @@ TEST(MoeVerbsFailover, ALinkTakenDownInAStepCostsNoByte) {
       if (rank.rank == 0 && seed == kTakenDownIn) {
         taken = std::async(std::launch::async, [&] { return std::system(down); });
       }
-      run_large(rank, large_step(seed, 3));
+      run_large(rank, large_step(seed, 4));
       if (taken.valid()) {
         EXPECT_EQ(taken.get(), 0) << down;
       }
