@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 TIMEOUTS = {
@@ -32,3 +33,11 @@ class LaunchFault:
     """TIMEOUT_DISPATCH, TIMEOUT_COMBINE, LOST or EVICTED."""
     rank: int
     """The rank that ended, or that did not send in time."""
+
+
+def first_problem(problems: Sequence[str]) -> str:
+    """Returns the first problem of a rank, with the rank's number if not all ranks have it, or ""."""
+    for rank, problem in enumerate(problems):
+        if problem:
+            return problem if all(one == problem for one in problems) else f"rank {rank}: {problem}"
+    return ""

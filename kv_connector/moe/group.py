@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -18,7 +18,7 @@ from kv_connector.moe.forming import Exchange, Formed
 from kv_connector.moe.settings import MAX_COLUMNS, GroupSettings
 from kv_connector.moe.watcher import Watcher
 
-__all__ = ["Dispatched", "Exchange", "Group", "GroupError", "GroupSettings", "LaunchFault"]
+__all__ = ["Dispatched", "Exchange", "Group", "GroupError", "GroupSettings", "LaunchFault", "exchange_over"]
 
 logger = logging.getLogger("kv_connector")
 
@@ -410,6 +410,17 @@ class Group:
         if device.type != expected or device.index not in (None, self.settings.device):
             index = "" if self.settings.device is None else f":{self.settings.device}"
             raise ValueError(f"a tensor is on {device}. The group is on {expected}{index}.")
+
+
+def exchange_over(process_group: Any) -> Exchange:
+    """Returns an all-gather of bytes over a gloo group of torch."""
+
+    def exchange(message: bytes) -> list[bytes]:
+        messages: list[Any] = [None] * process_group.size()
+        torch.distributed.all_gather_object(messages, message, group=process_group)
+        return messages
+
+    return exchange
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:

@@ -98,3 +98,12 @@ class GroupSettings:
 def _check(name: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
         raise ValueError(f"{name} is {value}. Valid: {least} to {most}.")
+
+
+def linear_owners(experts: int, ranks: int) -> list[int]:
+    """Returns the rank of each expert.
+
+    The ranks have consecutive blocks, and the first ranks the longer ones.
+    """
+    block, longer = divmod(experts, ranks)
+    return [rank for rank in range(ranks) for _ in range(block + (rank < longer))]

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from kv_connector.moe import metrics
-from kv_connector.moe.fault import ExchangeError
+from kv_connector.moe.fault import ExchangeError, first_problem
 from kv_connector.moe.group import Exchange, Group, GroupError, GroupSettings
-from kv_connector.moe.settings import MAX_COLUMNS
+from kv_connector.moe.settings import MAX_COLUMNS, linear_owners
 from kv_connector.vllm.experts.layers import ExpertLayer, expert_layers
 from kv_connector.vllm.experts.settings import ExchangeSettings
 
@@ -71,7 +71,7 @@ class ExpertExchange:
         """Hidden sizes whose layers all ranks have compared, with the reason why vLLM serves them, or ""."""
         self._open: tuple[_Formed, tuple[int, ...]] | None = None
         """Group and sizes of the dispatch whose combine is still to come. None: vLLM served the dispatch."""
-        problem = _first(self._all(settings.problem))
+        problem = first_problem(self._all(settings.problem))
         if not problem and settings.experts and settings.top_k:
             problem = self._regroup(settings.hidden, settings.experts, settings.top_k)
         self.problem = problem
@@ -127,7 +127,7 @@ class ExpertExchange:
             "problem": problem,
         }
         everyones = self._all(facts)
-        if problem := _first([one["problem"] for one in everyones]):
+        if problem := first_problem([one["problem"] for one in everyones]):
             return problem
         if any(one != everyones[0] for one in everyones):
             return "the ranks have different layers of experts"
@@ -137,7 +137,7 @@ class ExpertExchange:
             problem := self._regroup(hidden, experts, top_k)
         ):
             return problem
-        owners = _linear_owners(experts, self._settings.ranks) if self._settings.divides_experts else None
+        owners = linear_owners(experts, self._settings.ranks) if self._settings.divides_experts else None
         self._groups[hidden].group.place(owners)
         return ""
 
@@ -161,7 +161,7 @@ class ExpertExchange:
             own = self._settings
             if (layer.rank, layer.ranks) != (own.rank, own.ranks):
                 return "the experts are divided among other ranks than the rows"
-            owners = _linear_owners(layer.experts, own.ranks)
+            owners = linear_owners(layer.experts, own.ranks)
             if layer.local != tuple(e for e, owner in enumerate(owners) if owner == own.rank):
                 return "the experts are not placed in linear blocks"
         return ""
@@ -332,15 +332,6 @@ def _close(formed: _Formed) -> None:
         logger.warning("experts: the group for rows of %d elements stays open: %s", formed.hidden, error)
 
 
-def _linear_owners(experts: int, ranks: int) -> list[int]:
-    """Returns the rank of each expert.
-
-    The ranks have consecutive blocks, and the first ranks the longer ones.
-    """
-    block, longer = divmod(experts, ranks)
-    return [rank for rank in range(ranks) for _ in range(block + (rank < longer))]
-
-
 def _row_bytes(tensor: torch.Tensor) -> int:
     nbytes: int = math.prod(tensor.shape[1:]) * tensor.element_size()
     return nbytes
@@ -348,11 +339,3 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 def _captures(tensor: torch.Tensor) -> bool:
     return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _first(problems: Sequence[str]) -> str:
-    """Returns the first problem of a rank, with the rank's number if not all ranks have it, or ""."""
-    for rank, problem in enumerate(problems):
-        if problem:
-            return problem if all(one == problem for one in problems) else f"rank {rank}: {problem}"
-    return ""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kv_connector.moe.group import Exchange
+from kv_connector.moe.group import exchange_over
 from kv_connector.vllm.experts.exchange import ExpertExchange
 from kv_connector.vllm.experts.settings import settings_of
 from kv_connector.vllm.experts.step_watch import watch_steps
@@ -61,17 +61,6 @@ def exchange_problem(kind: type) -> str:
     return ""
 
 
-def _exchange_over(process_group: Any) -> Exchange:
-    """Returns an all-gather of bytes over a gloo group of torch."""
-
-    def exchange(message: bytes) -> list[bytes]:
-        messages: list[Any] = [None] * process_group.size()
-        torch.distributed.all_gather_object(messages, message, group=process_group)
-        return messages
-
-    return exchange
-
-
 def manager_class(base: Any) -> type:
     """Returns a subclass of vLLM's manager whose dispatch and combine go over kv-connector where possible."""
 
@@ -84,7 +73,7 @@ def manager_class(base: Any) -> type:
             config = get_current_vllm_config()
             settings = settings_of(config, self)
             process_group = cpu_group if settings.sequence_parallel else self.dp_group.cpu_group
-            self.experts = ExpertExchange(settings, _exchange_over(process_group))
+            self.experts = ExpertExchange(settings, exchange_over(process_group))
             if not self.experts.problem:
                 watch_steps(config, self.experts.check, self.experts.explain, self.experts.close)
 

@@ -797,7 +797,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Any:
         lambda: configuration(dtype=torch.float32),
     )
     monkeypatch.setattr(
-        "kv_connector.vllm.experts.manager._exchange_over", lambda group: lambda message: [message, message]
+        "kv_connector.vllm.experts.manager.exchange_over", lambda group: lambda message: [message, message]
     )
     return manager_class(Base)("ep")
 
