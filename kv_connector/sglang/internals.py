@@ -1,4 +1,4 @@
-"""The only module that imports SGLang's internals (plugin.py explains its own imports).
+"""The module that imports SGLang's internals, except for those of experts/internals.py and plugin.py.
 
 SGLang changes the interface of transfer backends between releases. So a release for which these files were
 not checked is refused instead of being tried.

@@ -7,11 +7,18 @@ so a frontend needs no transfer engine.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from kv_connector.sglang.recomputes import held_shown, next_room, retracted_waiting
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "write_imm"
 """Name of the transfer backend, and of the warmup that starts the controller of weights."""
@@ -20,6 +27,8 @@ LOADER = "kv_connector.sglang.weights.loader.take"
 RID = "kv-connector-weights"
 """The request id by which a scheduler recognises a pause for pushed weights, which may be delayed, and an
 abort for it."""
+_EXPERTS = "kv_connector.sglang.experts.dispatcher"
+"""The module that serves experts. A process loads it when it makes its first layer of experts."""
 
 # The adapter's classes, by the values of SGLang's KVClassType.
 _CLASSES = {
@@ -56,6 +65,11 @@ def register() -> None:
     HookRegistry.register(f"{scheduler}.ingest_requests", _turn, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.continue_generation", _resume, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.abort_request", _abort, HookType.AROUND)
+    if os.environ.get("KV_CONNECTOR_MOE") == "1":
+        layer = "sglang.srt.layers.moe.fused_moe_triton.layer"
+        HookRegistry.register(f"{layer}.create_moe_dispatcher", _create_dispatcher, HookType.AROUND)
+        HookRegistry.register(f"{scheduler}.process_batch_result", _check_step, HookType.BEFORE)
+        HookRegistry.register(f"{scheduler}.run_event_loop", _run, HookType.AROUND)
     try:
         from sglang.srt.entrypoints.warmup import warmup
     except ImportError:  # another release, which serves without weight updates
@@ -202,6 +216,30 @@ def _holds(scheduler: Any) -> bool:
 def _settling(scheduler: Any) -> Any:
     """The Settling of this scheduler. None: it takes no pushed weights, or prefills and decodes by itself."""
     return getattr(scheduler, "kv_connector_settling", None)
+
+
+def _create_dispatcher(original: Callable[..., Any], moe_runner_config: Any, quant_method: Any) -> Any:
+    """Replaces SGLang's create_moe_dispatcher(), with which each layer of experts exchanges its rows."""
+    try:
+        experts = importlib.import_module(_EXPERTS)
+    except ImportError as error:  # another release of SGLang
+        logger.error("experts: SGLang's own exchange stays in use: %s", error)
+        return original(moe_runner_config, quant_method)
+    return experts.create_dispatcher(original, moe_runner_config, quant_method)
+
+
+def _check_step(scheduler: Any, batch: Any, result: Any) -> None:
+    """Runs before Scheduler.process_batch_result(). The tokens of a step without a lost rank's rows are
+    wrong. An error here ends the server."""
+    if (experts := sys.modules.get(_EXPERTS)) is not None:
+        experts.check_step(result)
+
+
+def _run(original: Callable[[Any], Any], scheduler: Any) -> Any:
+    """Replaces Scheduler.run_event_loop(), whose errors end the server."""
+    run = functools.partial(original, scheduler)
+    experts = sys.modules.get(_EXPERTS)
+    return run() if experts is None else experts.run_named(run)
 
 
 async def _serve_weights(disaggregation_mode: str, tokenizer_manager: Any) -> None:

@@ -29,6 +29,7 @@ NEEDS = {
     "needs_torch": (
         "unit/bench/test_moe_bench.py",
         "unit/moe",
+        "unit/sglang_adapter/test_sglang_experts.py",
         "unit/sglang_adapter/test_sglang_metadata_rows.py",
         "unit/verl_adapter",
         "unit/weights",

@@ -12,8 +12,8 @@ VARIABLES = {
     SETTINGS_VARIABLE: "Settings of SGLang servers, as a JSON object.",
     WEIGHTS_VARIABLE: "Settings for weights of vLLM and SGLang engines, as a JSON object.",
     "KV_CONNECTOR_MOE": (
-        "`1`: vLLM engines with data and expert parallelism send tokens to their experts, and sums back, "
-        "over kv-connector (docs/moe.md)."
+        "`1`: vLLM and SGLang engines with data and expert parallelism send tokens to their experts, and "
+        "sums back, over kv-connector (docs/moe.md)."
     ),
     "KV_CONNECTOR_LIBFABRIC": (
         "Library that the lane `libfabric` opens: a file, or a name for the dynamic linker. Default: "
