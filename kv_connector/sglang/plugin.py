@@ -236,7 +236,7 @@ def _check_step(scheduler: Any, batch: Any, result: Any) -> None:
 
 
 def _run(original: Callable[[Any], Any], scheduler: Any) -> Any:
-    """Replaces Scheduler.run_event_loop(), whose errors end the server."""
+    """Replaces Scheduler.run_event_loop(), whose end or error ends the server."""
     run = functools.partial(original, scheduler)
     experts = sys.modules.get(_EXPERTS)
     return run() if experts is None else experts.run_named(run)

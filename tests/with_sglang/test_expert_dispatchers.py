@@ -386,6 +386,9 @@ class LostRank:
         self.order.append("checked")
         raise GroupError("rank 1 (process 7) has ended")
 
+    def close(self) -> None:
+        self.order.append("closed")
+
     def explain(self, error: BaseException) -> BaseException:
         return GroupError(f"rank 1 (process 7) has ended: {error}") if "closed" in str(error) else error
 
@@ -412,3 +415,10 @@ def test_an_error_of_the_loop_names_the_lost_rank(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match="out of memory") as raised:
         plugin._run(fails, "out of memory")
     assert not isinstance(raised.value, GroupError)
+
+
+def test_the_groups_are_left_after_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = LostRank()
+    monkeypatch.setattr(dispatcher, "of_process", lambda: lost)
+    assert plugin._run(lambda scheduler: f"{scheduler} ran", "a scheduler") == "a scheduler ran"
+    assert lost.order == ["closed"]

@@ -88,14 +88,16 @@ def create_dispatcher(original: Callable[..., Any], config: Any, quant_method: A
 
 
 def run_named(call: Callable[[], Any]) -> Any:
-    """Calls ``call()``. Adds the name of a lost rank to its error."""
+    """Calls ``call()``, and leaves the groups after it. Adds the name of a lost rank to its error."""
     try:
-        return call()
+        result = call()
     except RuntimeError as error:
         cause = of_process().explain(error)
         if cause is error:
             raise
         raise cause from error
+    of_process().close()
+    return result
 
 
 def check_step(result: Any) -> None:

@@ -141,6 +141,15 @@ class ExpertExchange:
                 return error
             time.sleep(0.01)
 
+    def close(self) -> None:
+        """Leaves the groups. Logs the error of a group that does not come to rest."""
+        while self._groups:
+            (hidden, _, _), group = self._groups.popitem()
+            try:
+                group.close()
+            except (GroupError, OSError, RuntimeError) as error:
+                logger.warning("experts: the group for rows of %d elements stays open: %s", hidden, error)
+
 
 class LayerExchange:
     """Dispatch and combine of one layer, over the group of its shape."""

@@ -85,11 +85,11 @@ def expert_layer(config: Any, quant_method: Any) -> ExpertLayer:
     """Returns the facts of a layer, from SGLang's configuration of its runner."""
     runner = config.runner_backend
     return ExpertLayer(
-        hidden=int(config.hidden_size),
-        experts=int(config.num_experts),
-        local=int(config.num_local_experts),
+        hidden=int(config.hidden_size or 0),
+        experts=int(config.num_experts or 0),
+        local=int(config.num_local_experts or 0),
         shared=int(config.num_fused_shared_experts or 0),
-        top_k=int(config.top_k),
+        top_k=int(config.top_k or 0),
         dtype=str(config.params_dtype).removeprefix("torch."),
         runner="" if runner is None else str(runner.value),
         method=type(quant_method).__name__,

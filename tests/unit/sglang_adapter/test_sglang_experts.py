@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake_group import FakeGroup, RankThreads
-from moe_ranks import RankPipe, run_ranks
+from moe_ranks import EndedRank, RankPipe, run_ranks
 from moe_steps import same
 
 from kv_connector.moe import metrics, oracle
@@ -372,6 +373,45 @@ def test_errors_of_collectives_get_the_name_of_the_lost_rank() -> None:
     named = served_exchange("rank 1 (process 7) has ended").explain(error)
     assert isinstance(named, GroupError)
     assert str(named) == "experts: rank 0 of 2: rank 1 (process 7) has ended: Connection closed by peer"
+
+
+def test_the_groups_are_left_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    exchange = served_exchange("")
+    (group,) = exchange._groups.values()
+    exchange.close()
+    assert group.closed
+    exchange.close()
+
+    def busy() -> None:
+        raise GroupError("the GPU does not come to rest")
+
+    exchange = served_exchange("")
+    (group,) = exchange._groups.values()
+    group.close = busy
+    exchange.close()
+    assert "the group for rows of 64 elements stays open: the GPU does not come to rest" in caplog.text
+
+
+def lose_rank(side: RankPipe, ranks: int) -> str:
+    exchange = ExpertExchange(ExpertRank(side.rank, ranks, None), side.exchange)
+    layer = exchange.layer(layer_of(ranks))
+    assert layer is not None
+    run_layer(layer, side.rank, [2] * ranks, [2] * ranks, 0, in_place=False)
+    side.exchange(b"")
+    if side.rank == 1:
+        os._exit(3)
+    try:
+        run_layer(layer, side.rank, [2] * ranks, [2] * ranks, 1, in_place=False)
+    except GroupError as error:
+        return str(error)
+    raise AssertionError
+
+
+def test_a_rank_that_ends_is_named_by_the_other_processes() -> None:
+    first, second, third = run_ranks(3, lose_rank, 3)
+    assert second == EndedRank(3)
+    for error in (first, third):
+        assert re.search(r"rank 1 \(process \d+\) .*\(LOST\)\. The results of this step are void", error)
 
 
 def test_errors_without_a_lost_rank_stay() -> None:
