@@ -18,7 +18,7 @@ ROOMS: dict[str, set[str]] = {
     "weights": {"protocol", "engine", "control", "agent"},
     "moe": {"engine", "_native"},
     "vllm": {"protocol", "engine", "control", "agent", "weights", "moe"},
-    "sglang": {"protocol", "engine", "control", "agent", "weights"},
+    "sglang": {"protocol", "engine", "control", "agent", "weights", "moe"},
     "ray": {"vllm"},
     "verl": {"protocol", "control", "weights"},
     "router": {"protocol", "control"},

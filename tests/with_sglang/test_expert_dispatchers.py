@@ -43,9 +43,9 @@ from kv_connector.moe.settings import linear_owners
 from kv_connector.sglang import plugin
 from kv_connector.sglang.experts import dispatcher, internals
 from kv_connector.sglang.experts.dispatcher import KvConnectorDispatcher, create_dispatcher
-from kv_connector.sglang.experts.exchange import ExpertExchange
+from kv_connector.sglang.experts.exchange import SglangExperts
 from kv_connector.sglang.experts.internals import expert_layer, expert_rank
-from kv_connector.sglang.experts.layers import ExpertLayer, ExpertRank
+from kv_connector.sglang.experts.layers import ExpertRank, SglangLayer
 
 HIDDEN, EXPERTS, TOP_K = 64, 8, 2
 SERVER = {
@@ -119,7 +119,7 @@ def dispatchers(ranks: RankThreads, config: MoeRunnerConfig) -> list[KvConnector
     facts = expert_layer(config, METHOD)
 
     def layer(rank: int) -> Any:
-        return ExpertExchange(ExpertRank(rank, 2, None), ranks.exchange(rank)).layer(facts)
+        return SglangExperts(ExpertRank(rank, 2, None), ranks.exchange(rank)).layer(facts)
 
     made = []
     for rank, served in enumerate(ranks.run(layer)):
@@ -239,7 +239,7 @@ def test_sglang_has_the_forms_between_dispatch_and_runner() -> None:
 
 
 def test_facts_of_a_layer() -> None:
-    assert expert_layer(layer_config(num_fused_shared_experts=None), METHOD) == ExpertLayer(
+    assert expert_layer(layer_config(num_fused_shared_experts=None), METHOD) == SglangLayer(
         hidden=HIDDEN,
         experts=EXPERTS,
         local=EXPERTS // 2,
@@ -298,7 +298,7 @@ def test_a_refused_layer_gets_sglangs_own_object(
 ) -> None:
     with configured(moe_a2a_backend="none"), get_parallel().override(tp_rank=0, moe_ep_rank=0):
         initialize_moe_config()
-        exchange = ExpertExchange(expert_rank(), lambda message: [message, message])
+        exchange = SglangExperts(expert_rank(), lambda message: [message, message])
         monkeypatch.setattr(dispatcher, "of_process", lambda: exchange)
         made = plugin._create_dispatcher(create_moe_dispatcher, layer_config(), quant_method=METHOD)
     assert type(made) is StandardDispatcher
@@ -311,7 +311,7 @@ def test_a_served_layer_gets_our_object(monkeypatch: pytest.MonkeyPatch) -> None
 
     with configured(), get_parallel().override(tp_rank=0, moe_ep_rank=0):
         initialize_moe_config()
-        exchange = ExpertExchange(expert_rank(), lambda message: [message, message], form=FakeGroup.form)
+        exchange = SglangExperts(expert_rank(), lambda message: [message, message], form=FakeGroup.form)
         monkeypatch.setattr(dispatcher, "of_process", lambda: exchange)
         made = create_dispatcher(original, layer_config(), METHOD)
         other = create_dispatcher(original, layer_config(), METHOD)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kv_connector.moe.group import exchange_over
-from kv_connector.sglang.experts.exchange import ExpertExchange, LayerExchange
+from kv_connector.sglang.experts.exchange import LayerExchange, SglangExperts
 from kv_connector.sglang.experts.internals import (
     BaseDispatcher,
     CombineInputFormat,
@@ -74,9 +74,9 @@ class KvConnectorDispatcher(FlashinferDispatcher):  # type: ignore[misc]  # SGLa
 
 
 @cache
-def of_process() -> ExpertExchange:
+def of_process() -> SglangExperts:
     """Returns the exchange of this process. SGLang must have made its groups of processes."""
-    return ExpertExchange(expert_rank(), exchange_over(process_group()))
+    return SglangExperts(expert_rank(), exchange_over(process_group()))
 
 
 def create_dispatcher(original: Callable[..., Any], config: Any, quant_method: Any) -> Any:

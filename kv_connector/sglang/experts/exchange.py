@@ -1,4 +1,4 @@
-"""ExpertExchange: the groups of one process, and which layers they serve."""
+"""SglangExperts: the groups of one process, and which layers they serve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kv_connector.moe import metrics
 from kv_connector.moe.fault import ExchangeError, first_problem
 from kv_connector.moe.group import Dispatched, Exchange, Group, GroupError, GroupSettings
 from kv_connector.moe.settings import linear_owners
-from kv_connector.sglang.experts.layers import ExpertLayer, ExpertRank
+from kv_connector.sglang.experts.layers import ExpertRank, SglangLayer
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _NAMING_SECONDS = 0.25
 """Seconds in which the watcher names a lost rank, after a collective of SGLang failed."""
 
 
-class ExpertExchange:
+class SglangExperts:
     """The groups of this process, one for each shape of layers.
 
     Calls come from the thread of the scheduler's steps, on all ranks in the same order.
@@ -41,13 +41,13 @@ class ExpertExchange:
         self._place = place
         self._exchange = exchange
         self._form = form
-        self._served: dict[ExpertLayer, LayerExchange | None] = {}
+        self._served: dict[SglangLayer, LayerExchange | None] = {}
         """Layers that all ranks have compared. None: SGLang's exchange serves the layer."""
         self._groups: dict[tuple[int, int, int], Any] = {}
         """Formed groups, by hidden size, experts and experts of a token."""
         self._said: set[str] = set()
 
-    def layer(self, facts: ExpertLayer) -> LayerExchange | None:
+    def layer(self, facts: SglangLayer) -> LayerExchange | None:
         """Returns the exchange of a layer. None: SGLang's own serves it, on all ranks alike.
 
         Collective at the first call with these facts. Raises ExchangeError where the ranks cannot agree.
@@ -56,7 +56,7 @@ class ExpertExchange:
             self._served[facts] = self._settle(facts)
         return self._served[facts]
 
-    def _settle(self, facts: ExpertLayer) -> LayerExchange | None:
+    def _settle(self, facts: SglangLayer) -> LayerExchange | None:
         own = self._place
         problem = own.problem or facts.problem(own.ranks)
         message = {"layer": dataclasses.asdict(facts), "problem": problem}
@@ -219,5 +219,5 @@ def _lengthened(tensor: torch.Tensor, missing: int, value: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
 
 
-def _name(facts: ExpertLayer) -> str:
+def _name(facts: SglangLayer) -> str:
     return f"layers of {facts.experts} experts with rows of {facts.hidden} elements"

@@ -19,7 +19,7 @@ from sglang.srt.layers.moe.utils import (
 from sglang.srt.runtime_context import get_disagg, get_exec, get_flags, get_parallel, get_spec
 from sglang.srt.utils import is_cpu, is_cuda
 
-from kv_connector.sglang.experts.layers import ExpertLayer, ExpertRank, ranks_problem
+from kv_connector.sglang.experts.layers import ExpertRank, SglangLayer, ranks_problem
 from kv_connector.sglang.internals import check_release
 
 __all__ = [
@@ -81,10 +81,10 @@ def _configured_problem() -> str:
     return next((reason for reason, given in refused.items() if given), "") or ranks_problem(parallel.tp_size)
 
 
-def expert_layer(config: Any, quant_method: Any) -> ExpertLayer:
+def expert_layer(config: Any, quant_method: Any) -> SglangLayer:
     """Returns the facts of a layer, from SGLang's configuration of its runner."""
     runner = config.runner_backend
-    return ExpertLayer(
+    return SglangLayer(
         hidden=int(config.hidden_size or 0),
         experts=int(config.num_experts or 0),
         local=int(config.num_local_experts or 0),

@@ -27,7 +27,7 @@ class ExpertRank:
 
 
 @dataclass(frozen=True)
-class ExpertLayer:
+class SglangLayer:
     """One layer of experts."""
 
     hidden: int

@@ -20,11 +20,11 @@ from kv_connector.moe import metrics, oracle
 from kv_connector.moe.fault import ExchangeError
 from kv_connector.moe.group import Group, GroupError
 from kv_connector.moe.settings import linear_owners
-from kv_connector.sglang.experts.exchange import MOST_TOKENS, ExpertExchange, LayerExchange
-from kv_connector.sglang.experts.layers import ExpertLayer, ExpertRank, ranks_problem
+from kv_connector.sglang.experts.exchange import MOST_TOKENS, LayerExchange, SglangExperts
+from kv_connector.sglang.experts.layers import ExpertRank, SglangLayer, ranks_problem
 
 HIDDEN, EXPERTS, TOP_K = 64, 12, 2
-LAYER = ExpertLayer(
+LAYER = SglangLayer(
     hidden=HIDDEN,
     experts=EXPERTS,
     local=EXPERTS // 2,
@@ -45,15 +45,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def layer_of(ranks: int, **facts: Any) -> ExpertLayer:
+def layer_of(ranks: int, **facts: Any) -> SglangLayer:
     return replace(LAYER, local=EXPERTS // ranks, **facts)
 
 
 def exchange_of(
     ranks: RankThreads, rank: int, problem: str = "", form: Any = FakeGroup.form
-) -> ExpertExchange:
+) -> SglangExperts:
     place = ExpertRank(rank, ranks.number, None, problem)
-    return ExpertExchange(place, ranks.exchange(rank), form=form)
+    return SglangExperts(place, ranks.exchange(rank), form=form)
 
 
 def batch(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -188,7 +188,7 @@ def test_equal_layers_are_compared_once_and_equal_shapes_have_one_group(
             messages.append(message)
             return ranks.exchange(rank)(message)
 
-        exchange = ExpertExchange(ExpertRank(rank, 2, None), counting, form=form)
+        exchange = SglangExperts(ExpertRank(rank, 2, None), counting, form=form)
         other = layer_of(2, method="UnquantizedFusedMoEMethod")
         return [exchange.layer(one) for one in (LAYER, LAYER, other, layer_of(2, hidden=128))]
 
@@ -265,7 +265,7 @@ def run_layer(
 
 
 def run_steps(side: RankPipe, ranks: int) -> int:
-    exchange = ExpertExchange(ExpertRank(side.rank, ranks, None), side.exchange)
+    exchange = SglangExperts(ExpertRank(side.rank, ranks, None), side.exchange)
     layer = exchange.layer(layer_of(ranks))
     assert layer is not None
     assert isinstance(layer._group, Group)
@@ -336,15 +336,15 @@ def test_results_of_another_shape_end_the_step() -> None:
 # --- Lost ranks
 
 
-def served_exchange(gone: str) -> ExpertExchange:
+def served_exchange(gone: str) -> SglangExperts:
     ranks = RankThreads(2)
 
-    def serve(rank: int) -> ExpertExchange:
+    def serve(rank: int) -> SglangExperts:
         exchange = exchange_of(ranks, rank)
         assert exchange.layer(LAYER) is not None
         return exchange
 
-    exchange: ExpertExchange = ranks.run(serve)[0]
+    exchange: SglangExperts = ranks.run(serve)[0]
     for group in exchange._groups.values():
         group.gone = gone
     return exchange
@@ -393,7 +393,7 @@ def test_the_groups_are_left_at_the_end(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def lose_rank(side: RankPipe, ranks: int) -> str:
-    exchange = ExpertExchange(ExpertRank(side.rank, ranks, None), side.exchange)
+    exchange = SglangExperts(ExpertRank(side.rank, ranks, None), side.exchange)
     layer = exchange.layer(layer_of(ranks))
     assert layer is not None
     run_layer(layer, side.rank, [2] * ranks, [2] * ranks, 0, in_place=False)
