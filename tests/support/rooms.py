@@ -113,7 +113,7 @@ NATIVE_ROOMS: dict[str, set[str]] = {
     "providers/nvlink": {"base", "lane", "cuda", "providers/same_host"},
     "providers/factory": {"base", "lane", *PROVIDERS},
     "python": {"base", "lane", "cuda", "moe", "engine", "providers/factory"},
-    "bench": {"base", "lane", "cuda", "engine", "providers/factory"},
+    "bench": {"base", "lane", "cuda", "moe", "engine", "providers/factory"},
 }
 
 # What a room is, in the short form of the picture.
