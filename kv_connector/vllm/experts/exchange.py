@@ -88,6 +88,9 @@ class ExpertExchange:
         if (old := self._groups.pop(hidden, None)) is not None:
             _close(old)
         own = self._settings
+        row_bytes = 2 * hidden + 12 * top_k + _MORE_COLUMNS_BYTES
+        # The ranks' GPUs may differ in memory.
+        max_tokens = min(self._all(own.tokens_for(row_bytes + 2 * hidden)))
         try:
             settings = GroupSettings(
                 rank=own.rank,
@@ -95,8 +98,8 @@ class ExpertExchange:
                 hidden=hidden,
                 top_k=top_k,
                 experts=experts,
-                max_tokens=own.max_tokens,
-                row_bytes=2 * hidden + 12 * top_k + _MORE_COLUMNS_BYTES,
+                max_tokens=max_tokens,
+                row_bytes=row_bytes,
                 device=own.device,
             )
             self._groups[hidden] = _Formed(self._form(settings, self._exchange), hidden, experts, top_k)
@@ -105,10 +108,12 @@ class ExpertExchange:
         except (GroupError, ValueError) as error:
             return str(error)
         logger.info(
-            "experts: rank %d of %d exchanges rows of %d elements over kv-connector",
+            "experts: rank %d of %d exchanges rows of %d elements over kv-connector, "
+            "in steps of up to %d tokens a rank",
             own.rank,
             own.ranks,
             hidden,
+            max_tokens,
         )
         return ""
 

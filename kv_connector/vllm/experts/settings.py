@@ -11,8 +11,13 @@ from kv_connector.moe.settings import MAX_RANKS
 from kv_connector.vllm.internals import current_platform
 from kv_connector.vllm.model.configuration import configured_connectors
 
-MOST_TOKENS = 1024
-"""Tokens of one rank in a step. The segment grows with the number. Larger steps are prefill."""
+MOST_TOKENS = 8192
+"""Tokens of one rank in a step: the default of vLLM's server on large GPUs (--max-num-batched-tokens)."""
+DECODE_TOKENS = 1024
+"""Tokens of one rank in a step that a segment always has room for. More are a prefill."""
+MEMORY_PART = 64
+"""A segment for more than DECODE_TOKENS takes at most this fraction of a GPU's memory, 1.25 GiB of 80 GiB.
+vLLM does not count the memory in ``--gpu-memory-utilization``, which leaves a tenth by default."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +33,25 @@ class ExchangeSettings:
     top_k: int
     """Experts of a token. 0: the model's configuration does not name the number."""
     max_tokens: int
+    """Most tokens of one rank in a step, if the memory of a segment were free."""
     sequence_parallel: bool
     """Each rank of the tensor parallel group has its own tokens."""
     divides_experts: bool
     """Whether each rank has its own whole experts (expert parallelism)."""
     device: int | None
     """CUDA ordinal. None: host memory."""
+    memory: int = 0
+    """Bytes of the GPU's memory. 0: host memory."""
     problem: str = ""
     """The reason why vLLM keeps its exchange, or ""."""
+
+    def tokens_for(self, token_bytes: int) -> int:
+        """Returns the most tokens of one rank in a step.
+
+        ``token_bytes``: bytes of one token of one rank in the segment of each rank.
+        """
+        room = self.memory // MEMORY_PART // (self.ranks * token_bytes)
+        return min(self.max_tokens, max(DECODE_TOKENS, room))
 
 
 def settings_of(vllm_config: Any, manager: Any) -> ExchangeSettings:
@@ -48,6 +64,7 @@ def settings_of(vllm_config: Any, manager: Any) -> ExchangeSettings:
     experts = int(model.get_num_experts())
     if experts and parallel.enable_eplb:
         experts += int(parallel.eplb_config.num_redundant_experts)
+    device = torch.cuda.current_device() if current_platform.is_cuda() else None
     return ExchangeSettings(
         rank=int(rank),
         ranks=int(ranks),
@@ -59,7 +76,8 @@ def settings_of(vllm_config: Any, manager: Any) -> ExchangeSettings:
         # Without sequence parallelism and with several tensor parallel ranks, the ranks that exchange rows
         # own only a part of the experts. The rows then go to all of them.
         divides_experts=bool(parallel.enable_expert_parallel) and ranks == manager.world_size,
-        device=torch.cuda.current_device() if current_platform.is_cuda() else None,
+        device=device,
+        memory=0 if device is None else torch.cuda.get_device_properties(device).total_memory,
         problem=_configured_problem(vllm_config, manager, ranks),
     )
 

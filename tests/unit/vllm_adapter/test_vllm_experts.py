@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -232,10 +233,44 @@ def connector(name: str, role: str, *children: tuple[str, str]) -> Any:
 
 
 def test_settings_are_the_configurations_facts() -> None:
-    assert settings_of(configuration(), manager()) == replace(SETTINGS, rank=1, max_tokens=1024)
+    assert settings_of(configuration(), manager()) == replace(SETTINGS, rank=1, max_tokens=4096)
     assert settings_of(configuration(max_num_batched_tokens=64), manager()).max_tokens == 64
+    assert settings_of(configuration(max_num_batched_tokens=16_384), manager()).max_tokens == 8192
     assert settings_of(configuration(enable_eplb=True), manager()).experts == EXPERTS + 2
     assert not settings_of(configuration(enable_expert_parallel=False), manager()).divides_experts
+
+
+@pytest.mark.parametrize(
+    ("memory", "most", "expected"),
+    [
+        (0, 8192, 1024),  # host memory
+        (0, 64, 64),
+        (80 << 30, 8192, 5592),  # a segment of 1.25 GiB
+        (141 << 30, 8192, 8192),
+        (141 << 30, 2048, 2048),
+        (8 << 30, 8192, 1024),
+    ],
+)
+def test_a_segment_has_room_for_prefill_as_far_as_a_gpus_memory_goes(
+    memory: int, most: int, expected: int
+) -> None:
+    settings = replace(SETTINGS, ranks=8, memory=memory, max_tokens=most)
+    assert settings.tokens_for(30_000) == expected
+
+
+def test_the_rank_with_the_least_memory_bounds_the_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """The GPU of rank 1 has less memory. Steps of all ranks fit into its segment."""
+    row_bytes = 2 * HIDDEN + 12 * TOP_K + 256
+    part = 64 * 2 * (row_bytes + 2 * HIDDEN)
+
+    ranks = RankThreads(2)
+    caplog.set_level(logging.INFO)
+    for exchange in ranks.run(
+        lambda rank: exchange_of(ranks, rank, max_tokens=8192, memory=(4000, 3000)[rank] * part)
+    ):
+        (formed,) = exchange._groups.values()
+        assert formed.group.settings.max_tokens == 3000
+    assert "in steps of up to 3000 tokens a rank" in caplog.text
 
 
 def test_tensor_parallel_ranks_exchange_rows_among_those_of_one_number() -> None:
