@@ -127,7 +127,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def check_bytes(of: Rank) -> None:
     rng = random.Random(1)
     cases = 0
-    for hidden, most in ((7168, 128), (4096, 300), (2048, 1024), (1152, 64)):
+    for hidden, most in ((7168, 128), (4096, 300), (2048, 1024), (1152, 64), (2048, 8192)):
         group = of.form(hidden, most, slots=2)
         for case in range(STEPS):
             sizes = [rng.choice((0, 1, most, rng.randrange(most))) for _ in range(of.ranks)]
