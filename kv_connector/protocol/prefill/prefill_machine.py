@@ -270,7 +270,7 @@ class PrefillMachine:
                 continue
             prompt.weights = version
             for transfer in prompt.shares:
-                transfer.forget_pages()
+                transfer.forget_pages(f"weights: prefill engine got {version} after it had computed them")
                 reservation = transfer.reservation
                 if reservation is None:
                     continue
@@ -726,7 +726,7 @@ class PrefillMachine:
         ):
             return self._ends.end(now, transfer, FailCode.STALE, text)
         reservation.stale = text
-        transfer.forget_pages()
+        transfer.forget_pages(text)
         return []
 
     def _push(self, transfer: ShareTransfer) -> list[PrefillAction]:
@@ -736,7 +736,7 @@ class PrefillMachine:
         if reservation is None or transfer.prompt.request is None:
             return []
         if reservation.stale:
-            transfer.forget_pages()
+            transfer.forget_pages(reservation.stale)
             return []
         plan = self._peers[reservation.peer].plan
         steps: dict[int | None, dict[tuple[Groups, Places], list[tuple[int, int]]]] = {}
@@ -779,6 +779,10 @@ class PrefillMachine:
         assert reservation is not None
         if reservation.stale:
             return self._ends.end(now, transfer, FailCode.STALE, reservation.stale)
+        if reservation.left > 0 and transfer.stale:
+            # P did not compute them again: all were computed already, or the pause kept P's cache.
+            text = f"{reservation.left} pages were not computed again: {transfer.stale}"
+            return self._ends.end(now, transfer, FailCode.STALE, text)
         if reservation.left > 0:
             text = f"{reservation.left} of the pages that the decode engine requested were never computed"
             return self._ends.end(now, transfer, FailCode.WRITE_ERROR, text)

@@ -120,8 +120,12 @@ class ShareTransfer:
     verdict: RecordedEnd | None = None  # the future end in DRAINING, the actual end in CLOSED
     # Computed pages that are not pushed, per group: logical block -> (P's block, signal base).
     pages: list[dict[int, tuple[int, int | None]]] = field(default_factory=list)
+    stale: str = ""  # why computed pages were forgotten as stale. P may compute them again, but need not
 
-    def forget_pages(self) -> None:
+    def forget_pages(self, stale: str = "") -> None:
+        """``stale``: why the pages are stale for D, if they are."""
+        if any(self.pages):
+            self.stale = stale or self.stale
         for known in self.pages:
             known.clear()
 

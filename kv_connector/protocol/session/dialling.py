@@ -66,7 +66,6 @@ class Dialling:
     def find(self, now: float, engine: Address) -> list[PeersAction]:
         if engine in self._sessions.finding:
             return []
-        self._sessions.older.pop(engine, None)
         return self._find(now, engine)
 
     def _find(self, now: float, engine: Address, older: bool = False) -> list[PeersAction]:
@@ -95,13 +94,13 @@ class Dialling:
             changed = f"{address} has a session of another prefill engine, which has to end first"
             if (known.wants, known.layout) != (wants, layout):
                 return [DialFailed(address, changed)]
-            known.engines[engine] = None
+            self._sessions.note_engine(known, engine)
             return []
         if self._sessions.away:
             return [DialFailed(address, f"this engine {self._sessions.away}")]
         peer = self._sessions.add(now, str(address), Role.PREFILL)
         peer.address, peer.engines, peer.wants, peer.layout = address, {engine: None}, wants, layout
-        # HELLO is sent later. By then another search for the engine may have forgotten its version.
+        # HELLO is sent later. By then another search may have found the engine to be newer.
         peer.older = engine in self._sessions.older
         peer.give_up = now + self._sessions.timeouts.connect
         self._sessions.by_address[address] = peer.peer
@@ -230,6 +229,8 @@ class Dialling:
 
     def _found(self, peer: Peer, message: Directory) -> list[PeersAction]:
         engine, hang_up = self._end_search(peer)
+        if not peer.older:  # until this answer its workers get no newer HELLO
+            self._sessions.older.pop(engine, None)
         self._sessions.naks.pop(str(engine), None)
         self._sessions.find_again(peer)  # has no effect if the sessions with its workers come up
         return [hang_up, EngineFound(engine, message.ranks)]

@@ -60,6 +60,10 @@ _REMEMBERED_NAKS = 1024
 # again for the next request.
 REMEMBERED_OLDER = 1024
 
+# Addresses under which D has found the engine of one session, the latest ones. Requests name the addresses, so their
+# number is limited. Routers name an engine by one address each, or by a few.
+REMEMBERED_ADDRESSES = 64
+
 # Processes of one engine id and rank that are remembered while a session of the last one is up. Each restart
 # adds one.
 _REMEMBERED_PROCESSES = 64
@@ -189,7 +193,7 @@ class Sessions:
         self.finding: dict[Address, PeerId] = {}
         """Engines that are being located."""
         self.older: dict[Address, None] = {}
-        """The latest engines that refused DEFER_PROTOCOL_VERSION when they were last located."""
+        """The latest engines that refused DEFER_PROTOCOL_VERSION, until one of them answers LOCATE with it."""
         self.callers: dict[tuple[str, int], Caller] = {}
         """Workers that have dialled this side, by engine id and rank."""
         self.waiting: dict[Address, tuple[str, ...]] = {}
@@ -266,6 +270,14 @@ class Sessions:
         if peer.state is PeerState.CONNECTING:
             actions.append(DialFailed(peer.address, reason))
         return [*actions, SessionOver(peer.peer, reason)]
+
+    def note_engine(self, peer: Peer, engine: Address) -> None:
+        """Notes a further address of the engine of D's session. The oldest one that no request waits for is
+        forgotten if there are too many."""
+        peer.engines[engine] = None
+        if len(peer.engines) > REMEMBERED_ADDRESSES:
+            idle = (one for one in peer.engines if one != engine and one not in self.waiting)
+            del peer.engines[next(idle, next(iter(peer.engines)))]
 
     def find_again(self, peer: Peer) -> None:
         """Locates the engine again if requests wait for it, at once if the session has lasted. An engine that

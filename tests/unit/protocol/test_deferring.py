@@ -257,6 +257,22 @@ def test_a_search_does_not_change_the_version_of_sessions_that_are_being_made() 
     assert hello.protocol == PROTOCOL_VERSION
 
 
+def test_a_search_that_has_no_answer_yet_does_not_make_an_older_engine_newer() -> None:
+    """D dials a worker by the directory that it still has, while it locates the engine again."""
+    decode, prefill = table("d", Role.DECODE), table("p", Role.PREFILL)
+    prefill.set_ranks((worker(PAGES),))
+    located(decode, decode.find(0.0, P_ADDRESS), b"first")
+    located(decode, decode.receive(0.0, b"first", REFUSED), b"second")
+    decode.receive(0.0, b"second", Directory("p", (worker(PAGES),)))
+    newer = located(decode, decode.find(0.1, P_ADDRESS), b"third")
+    assert newer.protocol == DEFER_PROTOCOL_VERSION
+    assert hello_of(decode).protocol == PROTOCOL_VERSION
+    # The engine was replaced by a newer one, which answers.
+    decode.drop(0.2, decode._sessions.by_address[P_ADDRESS], "it was replaced")
+    decode.receive(0.2, b"third", only(prefill.receive(0.2, b"caller", newer), Reply).message)
+    assert hello_of(decode).protocol == DEFER_PROTOCOL_VERSION
+
+
 def test_decode_tries_the_newer_version_again_when_it_locates_the_engine_again() -> None:
     decode = table("d", Role.DECODE)
     located(decode, decode.find(0.0, P_ADDRESS), b"first")

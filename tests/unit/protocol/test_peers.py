@@ -27,7 +27,12 @@ from kv_connector.protocol.actions import (
     SessionUp,
 )
 from kv_connector.protocol.session.peers import PeerTable
-from kv_connector.protocol.session.sessions import Identity, PeersAction, PeerState
+from kv_connector.protocol.session.sessions import (
+    REMEMBERED_ADDRESSES,
+    Identity,
+    PeersAction,
+    PeerState,
+)
 from kv_connector.protocol.timeouts import Timeouts
 from kv_connector.protocol.wire.messages import (
     MAX_TEXT,
@@ -623,6 +628,20 @@ def test_pings_list_what_waits_for_each_address_of_the_engine(decode: PeerTable,
     assert sorted(listed[b"worker 1"]) == ["t", "u"]
     decode.drop(2.0, decode_peer(decode, other), "silent")
     assert waiting_of(decode, 2.0, waiting)[b"worker 1"] == ("t",)
+
+
+def test_decode_remembers_a_limited_number_of_addresses_of_an_engine(
+    decode: PeerTable, prefill: PeerTable
+) -> None:
+    """Requests name an engine by addresses of their choice."""
+    up(decode, prefill)
+    aliases = [Address(f"alias-{number}", 5600) for number in range(200)]
+    decode.set_waiting(0.0, [("t", P_ADDRESS), ("u", aliases[0])])
+    for alias in aliases:
+        assert decode.dial(0.0, alias, P_ADDRESS, WANTS, layout()) == []
+    engines = decode._sessions.peers[decode_peer(decode, P_ADDRESS)].engines
+    assert len(engines) == REMEMBERED_ADDRESSES
+    assert {P_ADDRESS, aliases[0], aliases[-1]} <= engines.keys()
 
 
 def hello(decode: PeerTable, engine: Address, worker: Address, source: bytes) -> None:

@@ -176,6 +176,33 @@ def test_pages_are_pushed_once_prefill_has_the_weights_that_decode_had_first(mac
     assert ended.outcome is Outcome.COMPLETED
 
 
+@pytest.mark.parametrize(("first", "rest"), [((1, 2, 3), ()), ((1, 2), (3,))])
+@pytest.mark.parametrize("reserved_first", [True, False])
+def test_pages_that_are_not_computed_again_with_new_weights_are_stale(
+    machine: PrefillMachine, first: tuple[int, ...], rest: tuple[int, ...], reserved_first: bool
+) -> None:
+    """All pages were computed before the weights came, or the pause of the weights kept P's cache."""
+    wanted = msgspec.structs.replace(wanting(), weights="v2")
+    machine.expect(0.0, prefill_request())
+    if reserved_first:
+        machine.reserve(0.0, PEER, wanted)
+    machine.pages_computed(0.0, computed(first))
+    machine.set_weights(0.0, "v2")
+    if not reserved_first:
+        machine.reserve(0.0, PEER, wanted)
+    if rest:
+        machine.pages_computed(0.0, computed(rest, len(first)))
+    actions = machine.request_finished(0.0, "t", True, "", 7)
+    failed = [one.message for one in every(actions, Send) if isinstance(one.message, Fail)]
+    if rest:  # its writes are drained first
+        actions = machine.writes_ended(0.0, Share("t"), WritesEnd.CANCELLED, True, "")
+        failed = [one.message for one in every(actions, Send) if isinstance(one.message, Fail)]
+    (fail,) = failed
+    assert fail.code is FailCode.STALE
+    assert "not computed again: weights: prefill engine" in fail.message
+    assert only(actions, Ended).outcome is Outcome.STALE
+
+
 def test_decode_that_waits_for_the_token_of_an_abandoned_prompt_receives_a_failure(
     machine: PrefillMachine,
 ) -> None:
