@@ -18,6 +18,7 @@ import pytest
 import torch
 from fake_group import FakeGroup, RankThreads
 from moe_steps import same
+from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import set_dp_buffer_len, set_is_extend_in_batch
 from sglang.srt.layers.moe.fused_moe_triton.layer import create_moe_dispatcher
 from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig, PermuteMethodPool
@@ -286,6 +287,11 @@ def test_a_server_with_attention_dp_and_experts_is_served() -> None:
 )
 def test_a_server_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
     assert problem_of(**changes) == reason
+
+
+def test_a_server_whose_ranks_do_not_know_each_others_tokens_is_refused() -> None:
+    with envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.override(True):
+        assert problem_of() == "SGLANG_SCHEDULER_SKIP_ALL_GATHER is set"
 
 
 def test_other_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,9 @@ class KvConnectorDispatcher(FlashinferDispatcher):  # type: ignore[misc]  # SGLa
             )
         if TopKOutputChecker.format_is_bypassed(topk_output):
             topk_output = topk_output.to_standard()
-        ids = topk_output.topk_ids.to(torch.int32)
-        got = self.layer.dispatch(hidden_states, ids, topk_output.topk_weights, sizes)
+        # All ranks send columns of the same widths. An idle rank's tensors have types of their own.
+        ids, weights = topk_output.topk_ids.to(torch.int32), topk_output.topk_weights.to(torch.float32)
+        got = self.layer.dispatch(hidden_states, ids, weights, sizes)
         return FlashinferDispatchOutput(
             got.x,
             None,

@@ -42,7 +42,7 @@ class SglangExperts:
         self._exchange = exchange
         self._form = form
         self._served: dict[SglangLayer, LayerExchange | None] = {}
-        """Layers that all ranks have compared. None: SGLang's exchange serves the layer."""
+        """Kinds of layers that all ranks have. None: SGLang's exchange serves them."""
         self._groups: dict[tuple[int, int, int], Any] = {}
         """Formed groups, by hidden size, experts and experts of a token."""
         self._said: set[str] = set()
@@ -50,13 +50,9 @@ class SglangExperts:
     def layer(self, facts: SglangLayer) -> LayerExchange | None:
         """Returns the exchange of a layer. None: SGLang's own serves it, on all ranks alike.
 
-        Collective at the first call with these facts. Raises ExchangeError where the ranks cannot agree.
+        Collective: the ranks compare each layer, because only some of them may have layers of a further kind.
+        Raises ExchangeError where the ranks cannot agree.
         """
-        if facts not in self._served:
-            self._served[facts] = self._settle(facts)
-        return self._served[facts]
-
-    def _settle(self, facts: SglangLayer) -> LayerExchange | None:
         own = self._place
         problem = own.problem or facts.problem(own.ranks)
         message = {"layer": dataclasses.asdict(facts), "problem": problem}
@@ -64,13 +60,27 @@ class SglangExperts:
         problem = first_problem([one["problem"] for one in everyones])
         if not problem and any(one != everyones[0] for one in everyones):
             problem = "the ranks have different layers of experts"
-        shape = facts.hidden, facts.experts, facts.top_k
-        if not problem and shape not in self._groups:
-            problem = self._regroup(*shape)
         if problem:
-            logger.warning("experts: SGLang's own exchange serves %s: %s", _name(facts), problem)
+            self._warn(facts, problem)
+            return None
+        if facts not in self._served:  # as on all ranks
+            self._served[facts] = self._served_by(facts)
+        return self._served[facts]
+
+    def _served_by(self, facts: SglangLayer) -> LayerExchange | None:
+        """Returns the exchange of a layer that all ranks have. Collective. None: no group could be formed."""
+        shape = facts.hidden, facts.experts, facts.top_k
+        if shape not in self._groups and (problem := self._regroup(*shape)):
+            self._warn(facts, problem)
             return None
         return LayerExchange(self._groups[shape], facts.no_expert, self._note)
+
+    def _warn(self, facts: SglangLayer, problem: str) -> None:
+        """Logs why SGLang's exchange serves a layer, once for each reason and kind of layer."""
+        text = f"{_name(facts)}: {problem}"
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("experts: SGLang's own exchange serves %s", text)
 
     def _regroup(self, hidden: int, experts: int, top_k: int) -> str:
         """Forms the group of a shape. Collective. Returns why it failed, on all ranks alike, or ""."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import sglang
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_dp_global_num_tokens, get_is_extend_in_batch
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher, CombineInputFormat
 from sglang.srt.layers.moe.token_dispatcher.flashinfer import FlashinferDispatcher, FlashinferDispatchOutput
@@ -72,6 +73,8 @@ def _configured_problem() -> str:
         "speculative decoding is on (--speculative-algorithm)": get_spec().speculative_algorithm is not None,
         "two-batch overlap is on (--enable-two-batch-overlap)": bool(flags.tbo_enabled),
         "single-batch overlap is on (--enable-single-batch-overlap)": bool(flags.sbo_enabled),
+        # Ranks then do not know each other's tokens.
+        "SGLANG_SCHEDULER_SKIP_ALL_GATHER is set": bool(envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get()),
         # Prefill and decode would run on two streams at once.
         "--enable-pdmux is on": bool(get_disagg().enable_pdmux),
         "rows travel in another type than bf16 (--flashinfer-a2a-dispatch-type)": (

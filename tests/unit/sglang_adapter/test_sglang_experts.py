@@ -151,6 +151,20 @@ def test_different_layers_are_refused_on_all_ranks(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("the ranks have different layers of experts") == 2
 
 
+def test_a_layer_that_only_one_rank_has_not_had_before_is_compared_too(caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that had compared it alone would have paired it with another collective of SGLang's."""
+    ranks, other = RankThreads(2), layer_of(2, method="UnquantizedFusedMoEMethod")
+
+    def layers(rank: int) -> list[Any]:
+        exchange = exchange_of(ranks, rank)
+        return [exchange.layer(one) for one in (LAYER, (LAYER, other)[rank], LAYER)]
+
+    for one, two, three in ranks.run(layers):
+        assert one is three is not None
+        assert two is None
+    assert caplog.text.count("the ranks have different layers of experts") == 2
+
+
 def test_a_group_that_is_not_formed_leaves_the_layer_to_sglang(caplog: pytest.LogCaptureFixture) -> None:
     def form(settings: Any, exchange: Any) -> Any:
         raise GroupError(f"rank {settings.rank} cannot form a group: rank 1 has no memory")
@@ -171,7 +185,7 @@ def test_an_exchange_that_broke_ends_the_server() -> None:
         ranks.run(lambda rank: exchange_of(ranks, rank, form=form).layer(LAYER))
 
 
-def test_equal_layers_are_compared_once_and_equal_shapes_have_one_group(
+def test_each_layer_is_compared_and_equal_shapes_have_one_group(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -197,7 +211,7 @@ def test_equal_layers_are_compared_once_and_equal_shapes_have_one_group(
         assert one._group is three._group
         assert four._group is not one._group
     assert len(formed) == 4
-    assert len(messages) == 2 * (3 + 2)  # for each facts, and in each forming
+    assert len(messages) == 2 * (4 + 2)  # for each layer, and in each forming
     settings = formed[0]
     assert (settings.max_tokens, settings.row_bytes, settings.device) == (MOST_TOKENS, 144, None)
     assert caplog.text.count("of 2 exchanges rows of 64 elements over kv-connector") == 2
