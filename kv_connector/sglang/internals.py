@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVManager,
     CommonKVReceiver,
     CommonKVSender,
+    KVTransferError,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.utils import get_pp_indices
@@ -67,6 +68,7 @@ __all__ = [
     "EndWeightUpdateReqInput",
     "KVArgs",
     "KVPoll",
+    "KVTransferError",
     "ModelFacts",
     "MultiprocessingSerializer",
     "PauseGenerationReqInput",

@@ -17,6 +17,7 @@ import logging
 import os
 from collections import OrderedDict
 from typing import Any
+from weakref import WeakValueDictionary
 
 import sglang
 
@@ -114,6 +115,8 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
             """Transfers whose pages the agent may still write, by room."""
             self._kept: set[int] = set()
             """Rooms of ended requests whose pages SGLang keeps until clear_deferred_abort_state()."""
+            self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
+            """The request of each room, until SGLang has cleared or dropped it."""
             self.heartbeat_interval: float = _HEARTBEAT_S
             self._start_heartbeat_checker_thread()
 
@@ -192,6 +195,14 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
         """The memory is about to be unmapped. BLOCKS until nothing reads or writes it."""
         assert self._running is not None
         self._running.sleep()
+        if not self._prefills:
+            # SGLang has dropped its requests, or is about to, and clears none of them.
+            self._requests.clear()
+            self._kept.clear()
+            for room in list(self._landing):
+                self.landed(room)
+            self._waiting.clear()
+            self.agent.set_waiting(())
 
     def note_weights(self, pushed: str = "") -> None:
         """Passes on the weight version with which SGLang's scheduler computes from its next step on.
@@ -345,11 +356,20 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
             self.agent.set_waiting(self._waiting.items())
 
     def in_use(self, room: int) -> bool:
-        """Whether an earlier request of the room has pages that the agent may still write or that SGLang
-        keeps. SGLang asks about pages by room, so an answer would be about the later request."""
+        """Whether SGLang still has an earlier request of the room, or its pages. SGLang's tables have one request for
+        each room, so an answer would be about the later one."""
         transfer = self._landing.get(room)
         landing = transfer is not None and self.agent.state(transfer) not in _OVER
-        return landing or room in self._kept
+        return landing or room in self._kept or room in self._requests
+
+    def begins(self, room: int, receiver: Any) -> None:
+        """The request uses the room from now on."""
+        self._requests[room] = receiver
+
+    def ends(self, room: int, receiver: Any) -> None:
+        """SGLang has cleared the request. If it keeps the pages, it will clear the request again."""
+        if self._requests.get(room) is receiver and room not in self._kept:
+            del self._requests[room]
 
     def keep(self, room: int) -> None:
         """SGLang keeps the pages of the room's request, which has ended early, until nothing lands in

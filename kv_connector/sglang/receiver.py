@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 from kv_connector.protocol.actions import Address
 from kv_connector.protocol.pages.layout import GroupTarget
 from kv_connector.protocol.requests import DecodeRequest
-from kv_connector.sglang.internals import CommonKVReceiver, KVPoll
+from kv_connector.sglang.internals import CommonKVReceiver, KVPoll, KVTransferError
 from kv_connector.sglang.polls import Poll, receiving
 from kv_connector.sglang.sender import state_rows
 
@@ -24,6 +24,8 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         """Slot of the metadata, once the request's pages are requested."""
         self._polls = 0
         """Number of polls before that."""
+        self._refusal = ""
+        """Why the request is refused. SGLang's table of reasons has that of the room's earlier request."""
         self.bootstrap_infos: list[dict[str, Any]] | None = None
         rooms = mgr.addr_to_rooms_tracker[bootstrap_addr]
         in_use, watched = mgr.in_use(bootstrap_room), bootstrap_room in rooms
@@ -35,11 +37,12 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
                 rooms.discard(bootstrap_room)
             self._owns_bootstrap_room = False  # SGLang's tables have the earlier request
             self.conclude_state = KVPoll.Failed
-            mgr.record_failure(
-                bootstrap_room,
-                f"room {bootstrap_room} is in use: pages of an earlier request may still arrive. "
-                "Use another bootstrap_room for each request",
+            self._refusal = (
+                f"room {bootstrap_room} is in use: an earlier request has it, or pages of one may still arrive. "
+                "Use another bootstrap_room for each request"
             )
+        else:
+            mgr.begins(bootstrap_room, self)
 
     def _setup_bootstrap_infos(self) -> None:
         """Finds P's first worker, which knows the others. Part of SGLang's init()."""
@@ -150,6 +153,14 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
         self._release()
         if self._slot is not None:
             self.kv_mgr.is_abort_release_safe(self.bootstrap_room, 1)
+        self.kv_mgr.ends(self.bootstrap_room, self)
+
+    def failure_exception(self) -> NoReturn:
+        """Raises the reason of the failure, as SGLang expects."""
+        if self._refusal:
+            raise KVTransferError(self.bootstrap_room, self._refusal, is_from_another_rank=False)
+        super().failure_exception()
+        raise AssertionError("SGLang's method raises")
 
     def _release(self) -> None:
         """Releases a request that has requested no pages."""

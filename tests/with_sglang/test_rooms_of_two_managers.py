@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -270,6 +271,50 @@ def test_a_room_is_refused_while_pages_of_an_earlier_request_may_land(two: Pair)
         two.send_room(26).clear()
     two.decode.pages[:] = 0
     send_suffix(two, 26)
+
+
+def assert_in_use(two: Pair, room: int) -> None:
+    again = Receiver(two.decode.manager, two.bootstrap_addr, room)
+    assert again.poll() == KVPoll.Failed
+    with pytest.raises(Exception, match=f"room {room} is in use"):
+        again.failure_exception()
+    again.clear()
+
+
+def test_a_room_is_in_use_until_sglang_clears_its_request(two: Pair) -> None:
+    """Before a request has pages, and after they arrived, the agent knows nothing that is under way."""
+    sender, receiver = two.send_room(27), two.receive_room(27)
+    assert_in_use(two, 27)
+    receiver.abort()
+    receiver.clear()
+    assert not two.decode.manager.in_use(27)
+    until(lambda: sender.poll() == KVPoll.WaitingForInput)
+    sender.abort()
+    sender.clear()
+    sender, receiver = two.bootstrapped(28, TARGET)
+    sender.init(4, 2)
+    two.prefill.fill_slot(2, 28)
+    sender.send(pages(SOURCE))
+    until(lambda: two.decode.manager.agent.state("28") is State.DONE)
+    assert_in_use(two, 28)
+    until(lambda: receiver.poll() == KVPoll.Success)
+    assert_in_use(two, 28)
+    until(lambda: sender.poll() == KVPoll.Success)
+    sender.clear(), receiver.clear()
+    assert not two.decode.manager.in_use(28)
+
+
+def test_a_room_whose_request_sglang_dropped_is_free(two: Pair) -> None:
+    sender, receiver = two.send_room(29), two.receive_room(29)
+    assert two.decode.manager.in_use(29)
+    receiver.abort()
+    del receiver
+    gc.collect()
+    assert not two.decode.manager.in_use(29)
+    two.decode.manager.request_status.clear()  # SGLang keeps its own entry
+    until(lambda: sender.poll() == KVPoll.WaitingForInput)
+    sender.abort()
+    sender.clear()
 
 
 @pytest.mark.parametrize("moment", ["queued", "reserved", "half sent"])
@@ -692,9 +737,19 @@ def test_an_engine_that_stays_torn_names_the_last_whole_version(
 
 
 def test_memory_is_released_and_resumed(two: Pair) -> None:
+    """SGLang drops its requests without clearing them, and the pages that it held for aborted ones."""
+    manager = two.decode.manager
+    sender, aborted = two.bootstrapped(61, TARGET)
+    aborted.abort()
+    waiting = two.receive_room(62)
+    waiting.poll(), waiting.poll()
+    assert manager.in_use(61) and manager.in_use(62) and manager._waiting
     for half in (two.decode, two.prefill):
         half.manager.deregister_buffer_to_engine()
         half.manager.register_buffer_to_engine()
+    assert not (manager.in_use(61) or manager.in_use(62) or manager._waiting)
+    manager.request_status.clear()  # SGLang keeps its own entries
+    sender.clear()
     send_suffix(two, 60)
 
 
