@@ -204,8 +204,12 @@ def tables_8_and_9(
     device: _Devices = "",
     target_device: _TargetDevices = "",
     peers: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Group sizes in peers, comma separated.")
-    ] = "8,16,32,64",
+        str | None,
+        typer.Option(
+            metavar="NUMBERS",
+            help="Group sizes in peers, comma separated. Default: 8,16,32,64, and 1,3,7 with --experts.",
+        ),
+    ] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Scatters and barriers per group size.")] = 2000,
     experts: Annotated[
         bool,
@@ -224,6 +228,7 @@ def tables_8_and_9(
     from kv_connector.bench.measurements.groups import Groups
     from kv_connector.bench.tables import make_console
 
+    peers = peers or ("1,3,7" if experts else "8,16,32,64")
     try:
         sizes = tuple(int(size) for size in peers.split(","))
     except ValueError:

@@ -176,6 +176,13 @@ def test_the_sends_of_experts_between_nodes(provider: str, tmp_path: Path) -> No
             assert submit + first > 0
 
 
+def test_experts_have_peers_of_their_own_by_default(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    status, output = run("groups", "--experts", "--provider", "sim", "--iterations", "2", "--json", str(file))
+    assert status == 0, output
+    assert {row["peers"] for row in lines(file, "experts")} == {1, 3, 7}
+
+
 def test_experts_have_up_to_seven_peers() -> None:
     status, output = run("groups", "--experts", "--provider", "sim", "--peers", "1,8")
     assert status == 2
