@@ -85,9 +85,11 @@ class Campaign:
         times = self._measure(during)
         # The engine frees resources only while it is awake, so the ping-pong continues.
         self._settle(name, before.descriptors)
+        written, pages = self._honest.written()
+        # A transfer is done for the honest peer before the victim's thread has counted the page.
+        _until(lambda: self._victim.counted() >= written, f"{name}: all {written} pages are counted")
         state = self._victim.state()
         assert not state.found, f"{name}: {state.found}"
-        written, pages = self._honest.written()
         assert state.counted == written, f"{name}: {written} pages were written, {state.counted} counted"
         assert state.pages == pages, f"{name}: the honest peer's pages are not what it has written"
         assert state.guarded, f"{name}: bytes beside the region were written"

@@ -215,6 +215,10 @@ class Victim:
         stats = self._engine.stats()
         return stats.peers == 1 and stats.transfers_open == 0
 
+    def counted(self) -> int:
+        """Returns the count of the honest peer's counter."""
+        return int(self._engine.counter_values(self._counters)[0])
+
     def descriptors(self) -> int:
         return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
@@ -225,7 +229,7 @@ class Victim:
         mib = {name: int(status[name].split()[0]) / 1024 for name in ("VmRSS", "VmHWM")}
         return State(
             self._engine.stats(),
-            self._engine.counter_values(self._counters)[0],
+            self.counted(),
             self._memory.pages(),
             self._memory.guarded(),
             mib["VmRSS"],
