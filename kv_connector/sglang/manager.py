@@ -356,8 +356,8 @@ class Manager(CommonKVManager):  # type: ignore[misc]  # SGLang is not typed for
             self.agent.set_waiting(self._waiting.items())
 
     def in_use(self, room: int) -> bool:
-        """Whether SGLang still has an earlier request of the room, or its pages. SGLang's tables have one request for
-        each room, so an answer would be about the later one."""
+        """Whether SGLang still has an earlier request of the room, or its pages. SGLang's tables have one
+        request for each room, so an answer would be about the later one."""
         transfer = self._landing.get(room)
         landing = transfer is not None and self.agent.state(transfer) not in _OVER
         return landing or room in self._kept or room in self._requests

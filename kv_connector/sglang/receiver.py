@@ -38,8 +38,8 @@ class Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not typed f
             self._owns_bootstrap_room = False  # SGLang's tables have the earlier request
             self.conclude_state = KVPoll.Failed
             self._refusal = (
-                f"room {bootstrap_room} is in use: an earlier request has it, or pages of one may still arrive. "
-                "Use another bootstrap_room for each request"
+                f"room {bootstrap_room} is in use: an earlier request has it, or pages of one may still "
+                "arrive. Use another bootstrap_room for each request"
             )
         else:
             mgr.begins(bootstrap_room, self)

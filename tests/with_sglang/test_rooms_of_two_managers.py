@@ -743,11 +743,13 @@ def test_memory_is_released_and_resumed(two: Pair) -> None:
     aborted.abort()
     waiting = two.receive_room(62)
     waiting.poll(), waiting.poll()
-    assert manager.in_use(61) and manager.in_use(62) and manager._waiting
+    assert all(manager.in_use(room) for room in (61, 62))
+    assert manager._waiting
     for half in (two.decode, two.prefill):
         half.manager.deregister_buffer_to_engine()
         half.manager.register_buffer_to_engine()
-    assert not (manager.in_use(61) or manager.in_use(62) or manager._waiting)
+    assert not any(manager.in_use(room) for room in (61, 62))
+    assert not manager._waiting
     manager.request_status.clear()  # SGLang keeps its own entries
     sender.clear()
     send_suffix(two, 60)

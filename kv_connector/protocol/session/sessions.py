@@ -60,8 +60,8 @@ _REMEMBERED_NAKS = 1024
 # again for the next request.
 REMEMBERED_OLDER = 1024
 
-# Addresses under which D has found the engine of one session, the latest ones. Requests name the addresses, so their
-# number is limited. Routers name an engine by one address each, or by a few.
+# Addresses under which D has found the engine of one session, the latest ones. Requests name the addresses,
+# so their number is limited. Routers name an engine by one address each, or by a few.
 REMEMBERED_ADDRESSES = 64
 
 # Processes of one engine id and rank that are remembered while a session of the last one is up. Each restart
@@ -193,7 +193,7 @@ class Sessions:
         self.finding: dict[Address, PeerId] = {}
         """Engines that are being located."""
         self.older: dict[Address, None] = {}
-        """The latest engines that refused DEFER_PROTOCOL_VERSION, until one of them answers LOCATE with it."""
+        """The latest engines that refused DEFER_PROTOCOL_VERSION, until they answer LOCATE with it."""
         self.callers: dict[tuple[str, int], Caller] = {}
         """Workers that have dialled this side, by engine id and rank."""
         self.waiting: dict[Address, tuple[str, ...]] = {}

@@ -151,7 +151,9 @@ def test_different_layers_are_refused_on_all_ranks(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("the ranks have different layers of experts") == 2
 
 
-def test_a_layer_that_only_one_rank_has_not_had_before_is_compared_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layer_that_only_one_rank_has_not_had_before_is_compared_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A rank that had compared it alone would have paired it with another collective of SGLang's."""
     ranks, other = RankThreads(2), layer_of(2, method="UnquantizedFusedMoEMethod")
 
