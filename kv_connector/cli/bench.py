@@ -228,7 +228,8 @@ def tables_8_and_9(
     from kv_connector.bench.measurements.groups import Groups
     from kv_connector.bench.tables import make_console
 
-    peers = peers or ("1,3,7" if experts else "8,16,32,64")
+    if peers is None:
+        peers = "1,3,7" if experts else "8,16,32,64"
     try:
         sizes = tuple(int(size) for size in peers.split(","))
     except ValueError:
