@@ -507,7 +507,7 @@ class WeightPusher:
                 if engine.link is not None and engine.link.over:
                     self._joining.reach_again(engine)
                 if engine.link is not None:
-                    self._news.carry(engine.link)
+                    self._news.carry(engine.link, engine)
                 targets = [worker for worker in engine.workers if self._writes_to(worker)]
                 for worker in targets:
                     # All of them join before one begins: a worker without a link counts as no target, and
@@ -516,7 +516,7 @@ class WeightPusher:
                         self._joining.join(worker)
                 for worker in targets:
                     assert worker.link is not None
-                    self._news.carry(worker.link)
+                    self._news.carry(worker.link, engine)
                     asked[worker] = _Awaited(len(worker.rounds), time.monotonic() + limit, late)
                     self._links.tell(worker.link, self._begins(worker, version))
             except (LinkError, PushError) as error:

@@ -23,7 +23,9 @@ from kv_connector.weights.mapping.geometry import Geometry, Parameter, Write
 from kv_connector.weights.metrics import OUTCOMES, WeightMetrics
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import TensorSource
-from kv_connector.weights.update import PushError, Update
+from kv_connector.weights.trainer.joining import TargetEngine
+from kv_connector.weights.trainer.version_news import _Followed
+from kv_connector.weights.update import PushError
 from kv_connector.weights.wire.links import Link, News
 from kv_connector.weights.wire.messages import Applied
 from kv_connector.weights.worker.receiver import ReceiverConfig, WeightReceiver
@@ -69,10 +71,10 @@ def test_rank_0_is_notified_when_the_engine_has_resumed(monkeypatch: pytest.Monk
         with WeightPusher(TensorSource([("w", torch.ones(4))]), [f"127.0.0.1:{port}"]) as pusher:
             hear = pusher._news._from_worker
 
-            def heard(update: Update, of: object, link: Link, news: News) -> None:
-                hear(update, of, link, news)  # type: ignore[arg-type]
+            def heard(of: _Followed, target: TargetEngine, link: Link, news: News) -> None:
+                hear(of, target, link, news)
                 if isinstance(news, Applied):
-                    engine.is_known = update._done["applied"][f"127.0.0.1:{port}"].done
+                    engine.is_known = of.update._done["applied"][f"127.0.0.1:{port}"].done
                     engine.worker_heard.set()
 
             monkeypatch.setattr(pusher._news, "_from_worker", heard)

@@ -28,7 +28,7 @@ from kv_connector.weights import sources
 from kv_connector.weights.mapping.geometry import Constant, Geometry, Parameter, Tensor, Write
 from kv_connector.weights.pusher import WeightPusher
 from kv_connector.weights.sources import CheckpointSource, SourceError, TensorSource
-from kv_connector.weights.trainer.joining import workers_of
+from kv_connector.weights.trainer.joining import TargetWorker, workers_of
 from kv_connector.weights.update import PushError, Update
 from kv_connector.weights.wire.links import Link
 from kv_connector.weights.worker.receiver import NotLanded, ReceiverConfig, WeightReceiver
@@ -400,7 +400,7 @@ def test_trainer_that_leaves_between_two_rounds_is_reported() -> None:
             parts = worker.take(worker.state().landed)
             assert next(parts)
             # The last round has no room before the first is released.
-            assert pusher._news._update is not None
+            assert pusher._news._followed is not None
             pusher._links.close()
             with pytest.raises(NotLanded, match=r"rank 0 of run .* it closed the connection"):
                 for _ in parts:
@@ -544,13 +544,16 @@ def test_two_threads_that_find_all_workers_ready_apply_a_version_once(
             def __exit__(self, *_: object) -> None:
                 self.lock.release()
 
-        ready = SimpleNamespace(number=0, link=SimpleNamespace(over=""))
+        ready = TargetWorker(Address("127.0.0.1", 1), 0, Link(Address("127.0.0.1", 1), b"1", 0.0))
         news = pusher._news
         monkeypatch.setattr(news, "_engines", [SimpleNamespace(workers=[ready])])
         monkeypatch.setattr(news, "_asking", Meeting())
-        news._ready, news._update = {0}, Update("1", [])
+        news.begin(Update("1", []))
+        followed = news._followed
+        assert followed is not None
+        followed.ready.add(ready)
         with ThreadPoolExecutor(2) as threads:
-            for done in [threads.submit(news._apply_once) for _ in range(2)]:
+            for done in [threads.submit(news._apply_once, followed) for _ in range(2)]:
                 done.result()
         monkeypatch.undo()
     assert applied == ["1"]
