@@ -123,10 +123,51 @@ def test_a_wheel_that_is_left_out_fails_the_test_of_wheels_if_required(
     assert done.returncode == status, done.stderr
 
 
-def test_each_nightly_suite_exists() -> None:
+NOT_HOSTED = {
+    "compose": "builds images: the container of a job has no Docker",
+    "verbs": "its VM runs from /dev/shm, which Docker mounts with noexec",
+}
+"""Suites of scripts/test_all.py that no workflow runs, with the reasons."""
+
+
+def nightly_suites() -> list[str]:
     nightly = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())
-    suites = nightly["jobs"]["suite"]["strategy"]["matrix"]["suite"]
+    suites: list[str] = nightly["jobs"]["suite"]["strategy"]["matrix"]["suite"]
+    return suites
+
+
+def suites_by_command() -> set[str]:
+    """Suites whose whole command is a sequence of steps in one job of a workflow."""
+    jobs = [
+        [step.get("run", "") for step in job["steps"]]
+        for workflow in WORKFLOWS
+        for job in yaml.safe_load(workflow.read_text())["jobs"].values()
+    ]
+    return {
+        suite.name
+        for suite in test_all.SUITES
+        if any(set(suite.command.split(" && ")).issubset(runs) for runs in jobs)
+    }
+
+
+def test_each_nightly_suite_exists() -> None:
+    suites = nightly_suites()
+    assert len(set(suites)) == len(suites)
     assert set(suites) <= {suite.name for suite in test_all.SUITES}
+
+
+def test_each_suite_is_run_by_a_workflow_or_has_a_reason() -> None:
+    hosted = {*nightly_suites(), *suites_by_command()}
+    assert hosted.isdisjoint(NOT_HOSTED)
+    assert {*hosted, *NOT_HOSTED} == {suite.name for suite in test_all.SUITES}
+
+
+def test_the_releasing_page_counts_the_suites_of_the_workflows() -> None:
+    page = (ROOT / "docs/contribute/releasing.md").read_text()
+    assert suites_by_command() == {"ci", "wheels"}
+    of_main = {*nightly_suites(), "ci"}  # wheels.yml runs for tags
+    assert f"`nightly.yml` run {len(of_main)} of its {len(test_all.SUITES)} suites for main" in page
+    assert all(f"`{name}`" in page for name in NOT_HOSTED)
 
 
 def test_pre_commit_runs_what_lint_runs() -> None:
