@@ -71,19 +71,21 @@ test-python: setup
 	@$(PYTHON_ENV)/python -m pytest -n $(JOBS) -o faulthandler_timeout=240 $(SIDE_BY_SIDE)
 	@$(PYTHON_ENV)/python -m pytest $(SIDE_BY_SIDE:%=--ignore=%) --ignore=tests/simulation
 
-# name, sanitizers, compiler (where it is not the one of a release)
+# name, sanitizers, compiler (where it is not the one of a release), further targets
 define native_build
 	@$(if $(3),CXX=$(3) )cmake -S . -B build/$(1) -G Ninja -DKVC_BUILD_TESTS=ON -DKVC_SANITIZE=$(2) -DCMAKE_COMPILE_WARNING_AS_ERROR=ON --log-level=WARNING
-	@$(SANITIZED) cmake --build build/$(1) --parallel $(JOBS) --target kvc_tests
+	@$(SANITIZED) cmake --build build/$(1) --parallel $(JOBS) --target kvc_tests $(4)
 endef
 
 # The Python tests run the release build: a third build here would cost five minutes and find nothing more.
 # clang takes half of gcc's time for these two builds. A second compiler's warnings are checked as well.
+# These measure, and no test runs them. They are built here so that they stay buildable.
+BENCHES := kvc_hot_loops kvc_verbs_bench
 .PHONY: sanitizers
 sanitizers: | system
 	@scripts/setup sanitizers
 native-asan: | sanitizers
-	$(call native_build,clang-asan,address$(comma)undefined,clang++)
+	$(call native_build,clang-asan,address$(comma)undefined,clang++,$(BENCHES))
 native-tsan: | native-asan
 	$(call native_build,clang-tsan,thread,clang++)
 
