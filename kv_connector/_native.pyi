@@ -238,6 +238,20 @@ class MoeGroup:
     def masked(self) -> int:
         """The ranks that launches went on without, one bit for each."""
 
+    def epochs(self) -> list[int]:
+        """The number of dispatches in each slot, modulo 2^32. Not while a launch is in flight."""
+
+    def begin(self, epochs: Sequence[int]) -> None:
+        """Begins with the epochs of the other ranks, before the first dispatch."""
+
+    def prepare_admission(self, rank: int, descriptor: int) -> None:
+        """Maps the segment of a new process in place of a masked rank's, which has ended. The descriptor
+        stays the caller's. Launches go on without the rank until admit()."""
+
+    def cancel_admission(self) -> None: ...
+    def admit(self) -> bool:
+        """Goes on with the prepared rank. False: captured graphs must be captured again."""
+
     def fault(self) -> tuple[int, int] | None:
         """1 a timeout in dispatch, 2 in combine, 3 a lost rank; and the rank that was awaited. 4: that rank
         goes on without this rank."""

@@ -38,7 +38,7 @@ struct Control {
   uint32_t epoch;        // epoch of the last dispatch that was sent
   uint32_t faulted;      // not 0: a wait was given up, and launches do nothing any more
   uint32_t blocks_done;  // 0 before and after each launch
-  uint32_t masked;       // one bit for each rank that launches go on without; set once, never cleared
+  uint32_t masked;       // one bit for each rank that launches go on without; only an admission clears it
 };
 
 // Words that the host and the kernels exchange, in pinned memory.

@@ -139,28 +139,45 @@ PieceMapping::~PieceMapping() {
   context_->driver().cuMemAddressFree(base_, bytes_);
 }
 
-Status PieceMapping::append(int descriptor, uint64_t bytes) {
-  constexpr std::string_view kOperation = "accept";
-  const Driver& driver = context_->driver();
-  const RelaxedCapture relaxed(driver);
+Result<AllocationHandle> PieceMapping::import(const Driver& driver, int descriptor) {
   AllocationHandle handle = 0;
   // The call takes the descriptor in its pointer argument.
   if (int result = driver.cuMemImportFromShareableHandle(
           &handle, reinterpret_cast<void*>(static_cast<intptr_t>(descriptor)), kDescriptor);
       result != kSuccess) {
-    return cuda_error(kOperation, "cuMemImportFromShareableHandle", result);
+    return cuda_error("accept", "cuMemImportFromShareableHandle", result);
   }
+  return handle;
+}
+
+Status PieceMapping::map(AllocationHandle handle, uint64_t bytes) {
+  const Driver& driver = context_->driver();
   const DevicePointer address = base_ + mapped_;
   const int mapped = driver.cuMemMap(address, bytes, 0, handle, 0);
   driver.cuMemRelease(handle);  // the mapping keeps the memory
-  if (mapped != kSuccess) return cuda_error(kOperation, "cuMemMap", mapped);
+  if (mapped != kSuccess) return cuda_error("accept", "cuMemMap", mapped);
   pieces_.push_back(bytes);
   mapped_ += bytes;
   if (int result = set_access(*context_, address, bytes); result != kSuccess) {
     remove_last();
-    return cuda_error(kOperation, "cuMemSetAccess", result);
+    return cuda_error("accept", "cuMemSetAccess", result);
   }
   return {};
+}
+
+Status PieceMapping::append(int descriptor, uint64_t bytes) {
+  const RelaxedCapture relaxed(context_->driver());
+  Result<AllocationHandle> handle = import(context_->driver(), descriptor);
+  return handle ? map(handle.value(), bytes) : Status(handle.error());
+}
+
+Status PieceMapping::replace(int descriptor) {
+  const RelaxedCapture relaxed(context_->driver());
+  Result<AllocationHandle> handle = import(context_->driver(), descriptor);
+  if (!handle) return handle.error();
+  const uint64_t bytes = mapped_;
+  remove_last();
+  return map(handle.value(), bytes);
 }
 
 void PieceMapping::remove_last() noexcept {

@@ -58,8 +58,14 @@ class PieceMapping {
   bool has_room(uint64_t bytes) const noexcept { return bytes > 0 && bytes <= bytes_ - mapped_; }
   // Maps the next piece for the context's GPU, after has_room(). `descriptor` stays the caller's. Takes 80 us.
   Status append(int descriptor, uint64_t bytes);
+  // Maps another piece of the same length at the addresses of the only one. No copy of it may be in flight.
+  // `descriptor` stays the caller's. After an error, the mapping may be without a piece.
+  Status replace(int descriptor);
 
  private:
+  static Result<AllocationHandle> import(const Driver& driver, int descriptor);
+  // Takes over the handle.
+  Status map(AllocationHandle handle, uint64_t bytes);
   void remove_last() noexcept;
 
   std::shared_ptr<Context> context_;

@@ -10,14 +10,13 @@
 
 #include "moe/cpu_exchange.h"
 #include "moe/far_ranks.h"
+#include "moe/group_memory.h"
 
 namespace kvc::moe {
 
 namespace {
 
-constexpr int kHopper = 9;               // compute capability that supports programmatic dependent launch
-constexpr int kSerialization = 6;        // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-constexpr int kDependentGraphs = 12030;  // first driver that captures such launches into graphs
+constexpr int kSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr uint64_t kLastClose = 2'000'000'000;
 constexpr uint32_t kThreadsPerProcessor = 1024;
 constexpr uint32_t kCombineThreads = 64;  // two warps: one fences while the second loads
@@ -61,84 +60,6 @@ Status synchronize(const std::shared_ptr<cuda::Context>& context, uint64_t timeo
 
 }  // namespace
 
-struct Group::Memory {
-  struct Kernels {
-    cuda::Module module;
-    cuda::Function dispatch = nullptr;
-    std::array<cuda::Function, 2> combine{};  // with one and with two vectors per thread
-  };
-
-  ~Memory() {
-    if (!context) return;
-    const cuda::Context::Scope scope(*context);
-    if (local != 0) context->driver().cuMemFree_v2(local);
-    kernels = {};
-    pinned = {};
-  }
-  // True if launches on the GPU begin before the previous launch has ended.
-  bool overlaps() const { return major >= kHopper && driver_version >= kDependentGraphs; }
-
-  std::shared_ptr<cuda::Context> context;  // null: host memory
-  int major = 0;
-  int driver_version = 0;
-  uint32_t processors = 1;
-  Kernels kernels;
-  std::array<std::unique_ptr<Segment>, kMaxRanks> segments;
-  cuda::PinnedMemory pinned;      // HostWords
-  cuda::DevicePointer local = 0;  // Control and masks of each slot, then the owners
-  std::vector<uint64_t> local_on_host;
-  HostWords words_on_host{};
-  uint32_t experts_per_rank = 0;
-  bool has_owners = false;
-  FarRanks* far = nullptr;  // ranks of other nodes; null: none
-
-  bool reaches(uint32_t rank) const noexcept {
-    return segments[rank] != nullptr || (far != nullptr && (far->config().far >> rank & 1U) != 0);
-  }
-  HostWords* words() noexcept { return context ? static_cast<HostWords*>(pinned.data()) : &words_on_host; }
-  HostWords* words_for_kernels() noexcept {
-    return context ? reinterpret_cast<HostWords*>(pinned.device()) : &words_on_host;
-  }
-};
-
-namespace {
-
-// Sizes of the local memory: a Control and the masks of each slot, then the owners.
-struct Local {
-  uint64_t slot_bytes;
-  uint64_t bytes;
-};
-Local local_of(const GroupConfig& config) {
-  const uint64_t slot = (sizeof(Control) + uint64_t{config.max_tokens} * sizeof(uint32_t) + 127) / 128 * 128;
-  return {slot, slot * config.slots + config.experts};
-}
-
-}  // namespace
-
-// Sets the flags of all ranks and the own counter to the first epoch, as if all earlier epochs had ended.
-Status Group::begin_epochs(Memory& memory, const GroupConfig& config) {
-  if (config.first_epoch == 0) return {};
-  unsigned char* const base = memory.segments[config.rank]->base();
-  for (uint32_t slot = 0; slot < config.slots; ++slot) {
-    std::vector<unsigned char*> words = {reinterpret_cast<unsigned char*>(memory.local) +
-                                         slot * local_of(config).slot_bytes + offsetof(Control, epoch)};
-    for (uint32_t rank = 0; rank < config.ranks; ++rank) {
-      words.push_back(base + Layout::arrived(slot) + uint64_t{rank} * kFlagBytes);
-      words.push_back(base + Layout::ready(slot) + uint64_t{rank} * kFlagBytes);
-    }
-    for (unsigned char* word : words) {
-      if (!memory.context) {
-        std::memcpy(word, &config.first_epoch, sizeof(config.first_epoch));
-      } else if (const int result = memory.context->driver().cuMemcpyHtoD_v2(
-                     reinterpret_cast<cuda::DevicePointer>(word), &config.first_epoch, sizeof(config.first_epoch));
-                 result != cuda::kSuccess) {
-        return cuda::cuda_error("moe_group", "cuMemcpyHtoD", result);
-      }
-    }
-  }
-  return {};
-}
-
 Result<std::unique_ptr<Group>> Group::create(const GroupConfig& config) {
   if (Status status = check(config); !status) return status.error();
   auto memory = std::make_unique<Memory>();
@@ -152,10 +73,12 @@ Result<std::unique_ptr<Group>> Group::create(const GroupConfig& config) {
   if (!segment) return segment.error();
   memory->segments[config.rank] = std::move(segment.value());
   const Local local = local_of(config);
+  std::array<uint32_t, kMaxSlots> first{};
+  first.fill(config.first_epoch);
   if (!memory->context) {
     memory->local_on_host.resize(local.bytes / sizeof(uint64_t) + 1);
     memory->local = reinterpret_cast<cuda::DevicePointer>(memory->local_on_host.data());
-    if (Status status = begin_epochs(*memory, config); !status) return status.error();
+    if (Status status = begin_epochs(*memory, config, first); !status) return status.error();
     return std::unique_ptr<Group>(new Group(config, std::move(memory)));
   }
   const cuda::Driver& driver = memory->context->driver();
@@ -185,7 +108,7 @@ Result<std::unique_ptr<Group>> Group::create(const GroupConfig& config) {
   if (const int result = driver.cuMemsetD8_v2(memory->local, 0, local.bytes); result != cuda::kSuccess) {
     return cuda::cuda_error("moe_group", "cuMemsetD8", result);
   }
-  if (Status status = begin_epochs(*memory, config); !status) return status.error();
+  if (Status status = begin_epochs(*memory, config, first); !status) return status.error();
   if (const int result = driver.cuCtxSynchronize(); result != cuda::kSuccess) {
     return cuda::cuda_error("moe_group", "cuCtxSynchronize", result);
   }
@@ -199,42 +122,10 @@ Group::~Group() {
   if (!close(kLastClose)) memory_.release();  // NOLINT: the GPU may still use it
 }
 
-// A call that uses the memory: close() waits for its end.
-class Group::Use {
- public:
-  explicit Use(const Group& group) : group_(const_cast<Group&>(group)) {
-    const std::lock_guard lock(group_.mutex_);
-    if (!group_.memory_ || group_.closing_) return;
-    memory_ = group_.memory_.get();
-    alone_ = ++group_.uses_ == 1;
-  }
-  Use(const Use&) = delete;
-  Use& operator=(const Use&) = delete;
-  ~Use() {
-    if (memory_ == nullptr) return;
-    const std::lock_guard lock(group_.mutex_);
-    if (--group_.uses_ == 0) group_.unused_.notify_all();
-  }
-  // Null if the group is closed.
-  Memory* memory() const noexcept { return memory_; }
-  bool alone() const noexcept { return alone_; }
-
- private:
-  Group& group_;
-  Memory* memory_ = nullptr;
-  bool alone_ = false;
-};
-
 unsigned char* Group::base() const noexcept {
   const std::lock_guard lock(mutex_);
   return memory_ ? memory_->segments[config_.rank]->base() : nullptr;
 }
-
-namespace {
-Error closed(std::string_view operation) {
-  return Error{ErrorCode::kClosed, {}, {}, std::string(operation), "the group is closed"};
-}
-}  // namespace
 
 Result<UniqueFd> Group::descriptor() const {
   const Use use(*this);

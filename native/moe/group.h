@@ -79,6 +79,21 @@ class Group {
   Status combine(cuda::Stream stream, uint32_t slot, std::span<const uint32_t> sizes, void* out, uint32_t hidden,
                  bool accumulate, uint32_t phases);
 
+  // The epoch of each slot: the number of dispatches that were sent. No launch may be in flight.
+  Result<std::vector<uint32_t>> epochs() const;
+  // Begins with these epochs, as if earlier dispatches had ended: a new process begins where the group is. To be called
+  // before the first dispatch, and before other ranks store into this rank's segment.
+  Status begin(std::span<const uint32_t> epochs);
+  // For groups that survive: prepares to go on with a new process in place of a masked rank, whose process has ended.
+  // `descriptor` is that of the new segment, and stays the caller's. No launch may be in flight until admit() or
+  // cancel_admission(). An error changes nothing: launches go on without the rank. After success the new process may
+  // store into this rank's segment.
+  Status prepare_admission(uint32_t rank, int descriptor);
+  void cancel_admission();
+  // Goes on with the prepared rank. Fails only if none is prepared or another call is running. False: the new segment
+  // has other addresses than the old one, so graphs with launches of this group must be captured again.
+  Result<bool> admit();
+
   // Reports that `rank` ended: all waiting launches end, whichever rank they wait for, and name it. Later reports change
   // nothing. `rank` may be this rank, if the others continue without it. `left`: the rank closed its group in good
   // order, so only launches that wait for it end.
@@ -104,7 +119,8 @@ class Group {
   struct Memory;  // everything that a launch may use
   class Use;      // keeps close() from freeing the memory
   Group(const GroupConfig& config, std::unique_ptr<Memory> memory);
-  static Status begin_epochs(Memory& memory, const GroupConfig& config);
+  static Status begin_epochs(Memory& memory, const GroupConfig& config, std::span<const uint32_t> epochs);
+  std::string refusal(Memory& memory, uint32_t rank) const;
   Result<std::pair<uint64_t, uint64_t>> rows(const Use& use, std::string_view operation, uint32_t slot,
                                              std::span<const uint32_t> sizes) const;
   template <typename Launch>

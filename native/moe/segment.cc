@@ -23,11 +23,14 @@ Result<UniqueFd> duplicate(int descriptor) {
   return fd;
 }
 
+Error own_segment() { return invalid(std::string(kOperation), "the segment is this rank's own"); }
+
 class HostSegment final : public Segment {
  public:
   explicit HostSegment(SharedMemory memory)
       : Segment(reinterpret_cast<unsigned char*>(memory.data()), memory.size()), memory_(std::move(memory)) {}
   Result<UniqueFd> descriptor() const override { return duplicate(memory_.fd()); }
+  Status replace(int) override { return own_segment(); }
 
  private:
   SharedMemory memory_;
@@ -37,14 +40,7 @@ class MappedHostSegment final : public Segment {
  public:
   using Segment::Segment;
   static Result<std::unique_ptr<Segment>> map(int descriptor, uint64_t bytes) {
-    // A file that shrinks under a mapping kills its readers. It is sealed first, so that the measured size stays.
-    if (fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK) != 0) return system_error({}, kOperation, errno);
-    struct stat status{};
-    if (fstat(descriptor, &status) != 0) return system_error({}, kOperation, errno);
-    if (static_cast<uint64_t>(status.st_size) < bytes) {
-      return invalid(std::string(kOperation), "the peer's segment has " + std::to_string(status.st_size) +
-                                                  " bytes, not " + std::to_string(bytes));
-    }
+    if (Status valid = check(descriptor, bytes); !valid) return valid.error();
     void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (data == MAP_FAILED) return system_error({}, kOperation, errno);
     return std::unique_ptr<Segment>(new MappedHostSegment(static_cast<unsigned char*>(data), bytes));
@@ -53,6 +49,22 @@ class MappedHostSegment final : public Segment {
   MappedHostSegment& operator=(const MappedHostSegment&) = delete;
   ~MappedHostSegment() override { munmap(base_, bytes_); }
   Result<UniqueFd> descriptor() const override { return duplicate(-1); }
+  Status replace(int descriptor) override {
+    if (Status valid = check(descriptor, bytes_); !valid) return valid;
+    void* data = mmap(base_, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, descriptor, 0);
+    return data == MAP_FAILED ? Status(system_error({}, kOperation, errno)) : Status();
+  }
+
+ private:
+  // A file that shrinks under a mapping kills its readers. It is sealed first, so that the measured size stays.
+  static Status check(int descriptor, uint64_t bytes) {
+    if (fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK) != 0) return system_error({}, kOperation, errno);
+    struct stat status{};
+    if (fstat(descriptor, &status) != 0) return system_error({}, kOperation, errno);
+    if (static_cast<uint64_t>(status.st_size) >= bytes) return {};
+    return invalid(std::string(kOperation),
+                   "the peer's segment has " + std::to_string(status.st_size) + " bytes, not " + std::to_string(bytes));
+  }
 };
 
 class GpuSegment final : public Segment {
@@ -70,6 +82,11 @@ class GpuSegment final : public Segment {
     mapping_ = {};
   }
   Result<UniqueFd> descriptor() const override { return duplicate(piece_.get()); }
+  Status replace(int descriptor) override {
+    if (piece_) return own_segment();
+    const cuda::Context::Scope scope(*context_);
+    return mapping_.replace(descriptor);
+  }
 
  private:
   std::shared_ptr<cuda::Context> context_;

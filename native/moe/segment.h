@@ -29,6 +29,9 @@ class Segment {
 
   unsigned char* base() const noexcept { return base_; }
   uint64_t bytes() const noexcept { return bytes_; }
+  // Maps another process's segment at the same addresses, in place of this one. After an error, nothing may be mapped
+  // there. Not for segments created here.
+  virtual Status replace(int descriptor) = 0;
   // Returns a descriptor for peers. Only segments created here have one.
   virtual Result<UniqueFd> descriptor() const = 0;
 

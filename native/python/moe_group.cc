@@ -150,6 +150,21 @@ void bind_moe_group(py::module_& module) {
       .def(
           "fence", [](G& self, uint32_t rank) { self.group().fence(rank); }, py::arg("rank"))
       .def("masked", [](G& self) { return self.group().masked(); })
+      .def("epochs", [](G& self) { return unwrap(without_gil([&] { return self.group().epochs(); })); })
+      .def(
+          "begin",
+          [](G& self, const std::vector<uint32_t>& epochs) {
+            unwrap(without_gil([&] { return self.group().begin(epochs); }));
+          },
+          py::arg("epochs"))
+      .def(
+          "prepare_admission",
+          [](G& self, uint32_t rank, int fd) {
+            unwrap(without_gil([&] { return self.group().prepare_admission(rank, fd); }));
+          },
+          py::arg("rank"), py::arg("descriptor"))
+      .def("cancel_admission", [](G& self) { without_gil([&] { self.group().cancel_admission(); }); })
+      .def("admit", [](G& self) { return unwrap(without_gil([&] { return self.group().admit(); })); })
       .def("close", &G::close, py::arg("timeout"));
 }
 

@@ -205,6 +205,7 @@ class Rank {
     }
   }
   const Wire& parent() const { return parent_; }
+  const Wire& peer(uint32_t process) const { return peers_[process]; }
   // Sends a number to the parent, and waits for its reply.
   void report(uint64_t number) {
     parent_.send(number);
