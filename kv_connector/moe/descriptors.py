@@ -17,10 +17,10 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kv_connector.moe.pidfds import open_pidfd
+from kv_connector.moe.sentinels import open_pidfd
 from kv_connector.moe.wire import MAX_BYTES, NAME_BYTES, SECRET_BYTES, Hello, Introduction, decode, encode
 
 logger = logging.getLogger("kv_connector")
@@ -109,15 +109,21 @@ class Meeting:
         descriptor: int,
         deadline: float,
         sentinels: Sequence[int] = (),
+        others: Collection[int] | None = None,
     ) -> Passed:
-        """Sends ``descriptor`` and ``sentinels`` (pidfds) to every other rank of the node, and receives
-        theirs.
+        """Sends ``descriptor`` and ``sentinels`` (pidfds) to other ranks of the node, and receives theirs.
+
+        ``others``: those ranks, which name this rank in return. None: every other rank of the node.
 
         Blocks until ``deadline`` at most (time.monotonic()). Raises nothing that a peer can cause: its
         failure is in ``problems``.
         """
         descriptors = [descriptor, *sentinels]
-        passing = _Passing(self._listener, self.secret, rank, hellos, descriptors, deadline)
+        node = hellos[rank].machine
+        missing = {hello.rank for hello in hellos if hello.machine == node} - {rank}
+        if others is not None:
+            missing &= set(others)
+        passing = _Passing(self._listener, self.secret, rank, hellos, descriptors, deadline, missing)
         try:
             return passing.run()
         finally:
@@ -133,6 +139,7 @@ class _Passing:
         hellos: Sequence[Hello],
         descriptors: Sequence[int],
         deadline: float,
+        missing: set[int],
     ) -> None:
         self._listener = listener
         self._secret = secret
@@ -142,8 +149,7 @@ class _Passing:
         self._begin = time.monotonic()
         self._deadline = deadline
         self._passed = Passed()
-        node = hellos[rank].machine
-        self._missing = {hello.rank for hello in hellos if hello.machine == node} - {rank}
+        self._missing = missing
         self._pidfds: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._open: dict[socket.socket, int | None] = {}

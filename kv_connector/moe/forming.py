@@ -15,7 +15,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,21 +70,16 @@ def form(settings: GroupSettings, exchange: Exchange) -> Formed:
     ``exchange`` is called twice, and five times with several nodes. Each call, and the passing of memory, may
     take up to the timeout of the settings. Raises GroupError, on all ranks alike as far as they live.
     """
-    own = _Part(settings)
+    own = FormingPart(settings, settings.timeout)
     try:
         own.prepare()
         deadline = time.monotonic() + settings.timeout
-        messages = _exchange(exchange, encode(own.hello()), settings.timeout, "settings", {})
+        messages = bounded_exchange(exchange, encode(own.hello()), settings.timeout, "settings", {})
         hellos = read_hellos(messages, settings.ranks)
         own.attach(hellos, deadline)
         if len({hello.machine for hello in hellos}) > 1:
             own.connect(hellos, exchange)
-        outcomes = own.outcomes(exchange)
-        try:
-            read_outcomes(outcomes, settings.ranks)
-        except GroupError:
-            own.leave()
-            raise
+        own.agree(exchange)
         return own.take()
     except GroupError as error:
         reason = f"moe: rank {settings.rank} cannot form a group: {error}"
@@ -93,15 +88,18 @@ def form(settings: GroupSettings, exchange: Exchange) -> Formed:
         own.close()
 
 
-class _Part:
+class FormingPart:
     """This rank's part of a forming. close() frees all that take() did not hand over."""
 
-    def __init__(self, settings: GroupSettings) -> None:
+    def __init__(self, settings: GroupSettings, timeout: float) -> None:
         self._settings = settings
+        self._timeout = timeout
         self._native: _native.MoeGroup | None = None
         self._meeting: Meeting | None = None
         self._descriptor: int | None = None
         self._sentinels: Sentinels | None = None
+        self._pidfds: Sequence[int] = ()
+        """Descriptors of this rank's sentinels, for the other ranks."""
         self._lanes: Lanes | None = None
         self.passed = Passed()
         self.problem = ""
@@ -109,26 +107,30 @@ class _Part:
 
     def prepare(self) -> None:
         """Makes the segment and the socket. Raises nothing: the other ranks wait for this rank's HELLO."""
-        settings = self._settings
-        rows = settings.ranks * settings.max_tokens
         try:
-            self._native = _native.MoeGroup(
-                settings.rank,
-                settings.ranks,
-                -1 if settings.device is None else settings.device,
-                columns.dispatch_bytes(rows, settings.row_bytes),
-                rows * settings.hidden * 2,
-                settings.max_tokens,
-                settings.experts,
-                settings.slots,
-                settings.timeout,
-                settings.survive,
-            )
-            self._descriptor = self._native.descriptor()
-            self._meeting = Meeting()
-            self._sentinels = Sentinels()
+            self._make()
         except Exception as error:
             self.problem = f"it cannot make its segment: {error}"
+
+    def _make(self) -> None:
+        settings = self._settings
+        rows = settings.ranks * settings.max_tokens
+        self._native = _native.MoeGroup(
+            settings.rank,
+            settings.ranks,
+            -1 if settings.device is None else settings.device,
+            columns.dispatch_bytes(rows, settings.row_bytes),
+            rows * settings.hidden * 2,
+            settings.max_tokens,
+            settings.experts,
+            settings.slots,
+            settings.timeout,
+            settings.survive,
+        )
+        self._descriptor = self._native.descriptor()
+        self._meeting = Meeting()
+        self._sentinels = Sentinels()
+        self._pidfds = self._sentinels.pidfds
 
     def hello(self) -> Hello:
         meeting = self._meeting
@@ -144,23 +146,22 @@ class _Part:
             problem=bounded(self.problem),
         )
 
-    def attach(self, hellos: Sequence[Hello], deadline: float) -> None:
-        """Maps the segments of the other ranks. A failure is in ``problem``: it is exchanged first."""
-        assert self._native is not None
+    def attach(self, hellos: Sequence[Hello], deadline: float, others: Collection[int] | None = None) -> None:
+        """Maps the segments of ``others``, or of all. A failure is in ``problem``: it is exchanged first."""
         assert self._meeting is not None
         assert self._descriptor is not None
-        assert self._sentinels is not None
         try:
             self.passed = self._meeting.pass_around(
-                self._settings.rank, hellos, self._descriptor, deadline, self._sentinels.pidfds
+                self._settings.rank, hellos, self._descriptor, deadline, self._pidfds, others
             )
-            problems = list(self.passed.problems.values())
+            problems = [self.problem] if self.problem else []
+            problems += self.passed.problems.values()
             processes = [one.process for one in self.passed.connections.values()]
             if self._settings.survive and None in processes:
                 problems.append("it cannot watch processes by pidfds, which survive needs")
             for rank, descriptor in sorted(self.passed.descriptors.items()):
                 try:
-                    self._native.attach(rank, descriptor)
+                    self._map(rank, descriptor)
                 except Exception as error:
                     problems.append(f"it cannot map the segment of rank {rank}: {error}")
             self.problem = "; ".join(problems)
@@ -168,6 +169,10 @@ class _Part:
             self.problem = f"it cannot pass descriptors: {error}"
         finally:
             self.passed.close_descriptors()
+
+    def _map(self, rank: int, descriptor: int) -> None:
+        assert self._native is not None
+        self._native.attach(rank, descriptor)
 
     def connect(self, hellos: Sequence[Hello], exchange: Exchange) -> None:
         """Connects to the ranks of other nodes. A failure is in ``problem``: it is exchanged first.
@@ -197,22 +202,32 @@ class _Part:
         while rounds < LINK_ROUNDS:  # the other ranks wait for this rank's messages
             pass_links({})
 
-    def outcomes(self, exchange: Exchange) -> Sequence[bytes]:
-        """The OUTCOME of every rank."""
-        return self._exchange(exchange, encode(FormingOutcome(bounded(self.problem))), "outcomes")
+    def agree(self, exchange: Exchange) -> None:
+        """Exchanges the OUTCOME of every rank. Raises GroupError where a rank has a problem."""
+        message = encode(FormingOutcome(bounded(self.problem)))
+        outcomes = self._exchange(exchange, message, "outcomes")
+        try:
+            read_outcomes(outcomes, self._settings.ranks)
+        except GroupError:
+            self._leave()
+            raise
 
     def _exchange(self, exchange: Exchange, message: bytes, subject: str) -> Sequence[bytes]:
         """Exchanges a message after attach(). An error begins with the problem of this rank."""
         # A rank that passed no descriptor has ended or stands still. It may never send a message.
-        patience = min(_GRACE_SECONDS if self.passed.problems else MAX_TIMEOUT, self._settings.timeout)
+        patience = min(_GRACE_SECONDS if self.passed.problems else MAX_TIMEOUT, self._timeout)
         try:
-            return _exchange(exchange, message, patience, subject, self.passed.connections)
+            return bounded_exchange(exchange, message, patience, subject, self._peers())
         except GroupError as error:
             if not self.problem:
                 raise
             raise type(error)(f"{self.problem}; {error}") from error.__cause__
 
-    def leave(self) -> None:
+    def _peers(self) -> Mapping[int, Connection]:
+        """Ranks whose end ends an exchange."""
+        return self.passed.connections
+
+    def _leave(self) -> None:
         """Reports to ranks that still wait for the outcomes that this rank has them, before it closes."""
         for connection in self.passed.connections.values():
             connection.send(LEAVE)
@@ -244,7 +259,7 @@ class _Part:
             self._lanes.close()
 
 
-def _exchange(
+def bounded_exchange(
     exchange: Exchange, message: bytes, timeout: float, subject: str, peers: Mapping[int, Connection]
 ) -> Sequence[bytes]:
     """Calls the exchange on a thread, because it may wait for a dead rank without a time limit.

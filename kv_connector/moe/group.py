@@ -12,11 +12,12 @@ from typing import Any, Self
 import torch
 
 from kv_connector import _native
-from kv_connector.moe import columns, forming, memory, metrics
+from kv_connector.moe import admission, columns, forming, memory, metrics
 from kv_connector.moe.fault import EVICTED, LOST, NATIVE_CODES, TIMEOUTS, GroupError, LaunchFault
 from kv_connector.moe.forming import Exchange, Formed
 from kv_connector.moe.settings import MAX_COLUMNS, GroupSettings
 from kv_connector.moe.watcher import Watcher
+from kv_connector.moe.wire import Membership
 
 __all__ = ["Dispatched", "Exchange", "Group", "GroupError", "GroupSettings", "LaunchFault", "exchange_over"]
 
@@ -45,7 +46,7 @@ class Dispatched:
 
 
 class Group:
-    """A rank of a formed group. form() makes it.
+    """A rank of a formed group. form() makes it, or join().
 
     Calls come from one thread, in the same order on all ranks. fault(), raise_fault() and explanation() may
     be called from any thread. On a GPU dispatch() and combine() enqueue on the current stream and may be
@@ -70,6 +71,13 @@ class Group:
         self._gone: dict[int, tuple[str, str]] = {}
         """Code and sentence of each rank that ended, left or was evicted. Steps without one rank may later
         fail because of another rank."""
+        self._gone_lock = threading.Lock()
+        """Guards the first of the gone ranks together with all of them."""
+        self._ended: set[int] = set()
+        """Lost ranks whose process has ended as a whole."""
+        self._end_reported = threading.Condition()
+        self._owners = b""
+        """The rank of each expert. Empty: every row goes to every rank."""
         self._masked: frozenset[int] = frozenset()
         """Ranks that steps go on without, as far as they were logged."""
         self._reported = False
@@ -93,7 +101,23 @@ class Group:
         ``exchange`` is called twice, and five times with ranks on several nodes. Each call, and the passing
         of memory, may take up to ``settings.timeout``. Raises GroupError.
         """
-        formed = forming.form(settings, exchange)
+        return cls._of(settings, forming.form(settings, exchange))
+
+    @classmethod
+    def join(cls, settings: GroupSettings, exchange: Exchange, timeout: float | None = None) -> Self:
+        """Joins a group that survives, in place of the rank of ``settings``, whose process has ended.
+
+        Collective with admit() of all other ranks: all succeed, or all fail. The group has their placement.
+        Steps go on where theirs are. Raises GroupError.
+        """
+        seconds = settings.timeout if timeout is None else timeout
+        formed, owners = admission.join(settings, exchange, seconds)
+        group = cls._of(settings, formed)
+        group._owners = owners
+        return group
+
+    @classmethod
+    def _of(cls, settings: GroupSettings, formed: Formed) -> Self:
         try:
             return cls(settings, formed)
         except BaseException:
@@ -105,6 +129,35 @@ class Group:
                 formed.lanes.close()
             raise
 
+    def admit(self, rank: int, exchange: Exchange, timeout: float | None = None) -> None:
+        """Goes on with a new process in place of ``rank``, which has ended and which steps go on without.
+
+        Collective: all other ranks call it after the same step, and the new process calls join(). No step may
+        be in flight. ``exchange`` is one of all ranks, the new process included. It is called twice.
+
+        Waits up to ``timeout`` seconds for the end of the old process, and up to twice as long in each
+        exchange. None: the timeout of the settings. Raises GroupError on all ranks alike, with the reason.
+        The group then goes on without the rank, as before.
+        """
+        settings = self.settings
+        if rank == settings.rank or not 0 <= rank < settings.ranks:
+            raise ValueError(f"rank is {rank}. It must be another rank of the {settings.ranks}.")
+        self._check_open()
+        seconds = settings.timeout if timeout is None else timeout
+        connection, kept = admission.admit(settings, rank, self._member(rank, seconds), exchange, seconds)
+        before = self._processes[rank]
+        self._forget(rank, connection.pid)
+        self._watcher.replace(connection)
+        logger.info(
+            "moe: rank %d admitted rank %d: process %d in place of process %d",
+            settings.rank, rank, connection.pid, before,
+        )  # fmt: skip
+        if not kept:
+            logger.warning(
+                "moe: rank %d reaches rank %d at other addresses. Capture its CUDA graphs again.",
+                settings.rank, rank,
+            )  # fmt: skip
+
     def place(self, owners: Sequence[int] | None) -> None:
         """Sets the rank of each expert, alike on all ranks. None: every row goes to every rank, as at first.
 
@@ -112,6 +165,7 @@ class Group:
         """
         self._check_open()
         self._native.place([] if owners is None else list(owners))
+        self._owners = b"" if owners is None else bytes(owners)
 
     def fits(self, sizes: Sequence[int], row_bytes: int) -> bool:
         """Returns whether a step of these sizes fits. Its columns together have ``row_bytes`` bytes a row.
@@ -298,6 +352,9 @@ class Group:
     def ended(self, rank: int) -> None:
         """A report of the watcher."""
         self._native.fence(rank)
+        with self._end_reported:
+            self._ended.add(rank)
+            self._end_reported.notify_all()
 
     def evicted(self, rank: int, by: int) -> None:
         """A report of the watcher."""
@@ -316,10 +373,44 @@ class Group:
 
     def _note(self, rank: int, code: str, sentence: str) -> None:
         """Keeps the reason why a rank is gone. Its first reason stays."""
-        self._gone.setdefault(rank, (code, sentence))
-        # In a group that survives, other ranks may be gone before this rank is evicted.
-        if self._first_gone is None or (self.settings.survive and rank == self.settings.rank):
-            self._first_gone = code, rank, sentence
+        with self._gone_lock:
+            self._gone.setdefault(rank, (code, sentence))
+            # In a group that survives, other ranks may be gone before this rank is evicted.
+            if self._first_gone is None or (self.settings.survive and rank == self.settings.rank):
+                self._first_gone = code, rank, sentence
+
+    def _member(self, rank: int, timeout: float) -> admission.AdmittingRank:
+        """This rank's part in an admission, once the process of ``rank`` has ended. Raises nothing: the other
+        ranks wait for this rank's message."""
+        problem, epochs, masked = "", list[int](), frozenset[int]()
+        try:
+            if self.settings.device is not None:
+                torch.cuda.synchronize(self.settings.device)
+            self.raise_fault()  # also sends what the other ranks have to know of the old process
+            masked = self.masked()
+            epochs = self._native.epochs()
+            with self._end_reported:
+                if rank in masked and not self._end_reported.wait_for(lambda: rank in self._ended, timeout):
+                    problem = f"{self._name(rank)} has not ended within {timeout:g} s. Use `kill -9`."
+        except Exception as error:
+            problem = str(error)
+        peers = {one.rank: one for one in self._watcher.connections if one.rank not in {rank, *masked}}
+        membership = Membership(tuple(epochs), tuple(sorted(masked)), self._owners)
+        return admission.AdmittingRank(
+            self._native, self._sentinels, peers, membership, problem, self._watcher.flush
+        )
+
+    def _forget(self, rank: int, process: int) -> None:
+        """Removes all traces of the old process of a rank."""
+        self._processes[rank] = process
+        self._masked -= {rank}
+        with self._end_reported:
+            self._ended.discard(rank)
+        with self._gone_lock:
+            self._gone.pop(rank, None)
+            if self._first_gone is not None and self._first_gone[1] == rank:
+                others = [(code, other, sentence) for other, (code, sentence) in self._gone.items()]
+                self._first_gone = others[0] if others else None
 
     def _report_masked(self) -> None:
         """Logs ranks that a step went on without. The other ranks then go on without a late rank, too."""

@@ -1,14 +1,15 @@
-"""Threads whose end shows the end of this process before its memory is freed."""
+"""Threads and descriptors that show the end of a process, before its memory is freed."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
 
-from kv_connector.moe.pidfds import open_pidfd
-
+# The number is the same on all processors but Alpha.
+_SYSCALL = 434
 # PIDFD_THREAD, which has the value of O_EXCL.
 _OF_THREAD = os.O_EXCL
 
@@ -29,6 +30,7 @@ class Sentinels:
         try:
             for _ in range(2):
                 self._start()
+            self.pidfds = self.open()
         except BaseException:
             self.close()
             raise
@@ -37,9 +39,15 @@ class Sentinels:
         thread = threading.Thread(target=self._idle, name="kvc-moe-sentinel", daemon=True)
         thread.start()
         self._threads.append(thread)
-        assert thread.native_id is not None
-        with contextlib.suppress(OSError):
-            self.pidfds.append(open_pidfd(thread.native_id, _OF_THREAD))
+
+    def open(self) -> list[int]:
+        """Opens a pidfd of each thread, for a rank that comes later. The caller closes them."""
+        pidfds = []
+        for thread in self._threads:
+            assert thread.native_id is not None
+            with contextlib.suppress(OSError):
+                pidfds.append(open_pidfd(thread.native_id, _OF_THREAD))
+        return pidfds
 
     def _idle(self) -> None:
         # A handled signal would end the thread, and so the group.
@@ -61,3 +69,18 @@ class Sentinels:
         """Closes the own pidfds, once the other ranks have theirs."""
         while self.pidfds:
             os.close(self.pidfds.pop())
+
+
+def open_pidfd(pid: int, flags: int = 0) -> int:
+    """Opens a pidfd of a process, or of a thread. Raises OSError.
+
+    os.pidfd_open() is missing if Python was compiled with headers of a kernel before Linux 5.3.
+    """
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid, flags)
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor: int = libc.syscall(_SYSCALL, pid, flags)
+    if descriptor < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return descriptor

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
 import selectors
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kv_connector.engine import TransferError
@@ -17,7 +18,7 @@ from kv_connector.moe.lanes import Lanes
 
 logger = logging.getLogger("kv_connector")
 
-# Ending takes microseconds, because the thread only has to wake up.
+# Ending takes microseconds, because the thread only has to wake up. So does a request to it.
 _JOIN_SECONDS = 2.0
 
 
@@ -50,18 +51,20 @@ class Watcher:
     def __init__(
         self, connections: Iterable[Connection], reports: WatcherReports, lanes: Lanes | None = None
     ) -> None:
-        self._connections = tuple(connections)
+        self.connections = tuple(connections)
+        """To the other ranks of the node. Only replace() changes them."""
         self._lanes = lanes
         self._reports = reports
         self._reported = False
         """The other ranks know of a rank that is lost or evicted."""
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Calls for the thread. None ends it."""
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Here and not on the thread: the lanes may be closed before it runs.
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._stop, selectors.EVENT_READ)
-        for connection in self._connections:
-            for descriptor in (connection.socket.fileno(), *connection.pidfds):
-                self._selector.register(descriptor, selectors.EVENT_READ, connection)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        for connection in self.connections:
+            self._register(connection)
         if lanes is not None:
             for descriptor in (lanes.native.departure_fd(), lanes.native.message_fd()):
                 self._selector.register(descriptor, selectors.EVENT_READ, lanes)
@@ -70,49 +73,99 @@ class Watcher:
 
     def leave(self) -> None:
         """Reports to the other ranks of the node that this rank leaves in good order. Does not block."""
-        for connection in self._connections:
+        for connection in self.connections:
             connection.send(LEAVE)
+
+    def flush(self) -> bool:
+        """Reports what other ranks sent before this call. Not from the thread.
+
+        Returns False where the thread did not do it within two seconds.
+        """
+        return self._call(lambda: self._read_ready(0.0))
+
+    def replace(self, connection: Connection) -> None:
+        """Watches the connection in place of the earlier one to its rank, and closes that one.
+
+        Its reports begin before the call returns, or once the thread is out of a report that takes seconds.
+        """
+        (before,) = (one for one in self.connections if one.rank == connection.rank)
+        self.connections = (*(one for one in self.connections if one is not before), connection)
+
+        def replaced() -> None:
+            for key in list(self._selector.get_map().values()):
+                if key.data is before or key.data == before.rank:
+                    self._selector.unregister(key.fd)
+            before.close()
+            self._register(connection)
+
+        self._call(replaced)
 
     def evict(self, rank: int) -> None:
         """Reports to all other ranks that this rank no longer waits for ``rank``. Does not block."""
         self._send(EVICT + bytes([rank]))
 
     def _send(self, message: bytes) -> None:
-        for connection in self._connections:
+        for connection in self.connections:
             connection.send(message)
         if self._lanes is not None:
             self._lanes.send(message)
 
     def close(self) -> None:
         """Ends the thread and closes the connections. Not from the thread."""
-        os.eventfd_write(self._stop, 1)
+        self._requests.put(None)
+        os.eventfd_write(self._wake, 1)
         self._thread.join(_JOIN_SECONDS)
         if self._thread.is_alive():  # within a report: its sockets stay open
             return
-        os.close(self._stop)
-        for connection in self._connections:
+        os.close(self._wake)
+        for connection in self.connections:
             connection.close()
 
+    def _call(self, function: Callable[[], None]) -> bool:
+        """Calls the function on the thread. Returns whether it has ended within two seconds."""
+        ended = threading.Event()
+
+        def call() -> None:
+            function()
+            ended.set()
+
+        self._requests.put(call)
+        os.eventfd_write(self._wake, 1)
+        return ended.wait(_JOIN_SECONDS)
+
+    def _register(self, connection: Connection) -> None:
+        for descriptor in (connection.socket.fileno(), *connection.pidfds):
+            self._selector.register(descriptor, selectors.EVENT_READ, connection)
+
     def _run(self) -> None:
-        with self._selector as selector:
+        with self._selector:
             while True:
-                for key, _ in selector.select():
-                    if selector.get_map().get(key.fd) != key:
-                        continue  # an event of the same batch has reported the rank
-                    connection = key.data
-                    if connection is None:
+                self._read_ready(None)
+                while not self._requests.empty():
+                    if (request := self._requests.get()) is None:
                         return
-                    if isinstance(connection, Lanes):
-                        if self._read_lanes(connection):
-                            selector.unregister(key.fd)
-                    elif isinstance(connection, int):
-                        selector.unregister(key.fd)
-                        self._reports.ended(connection)
-                    elif self._read(connection):
-                        for descriptor in (connection.socket.fileno(), *connection.pidfds):
-                            selector.unregister(descriptor)
-                        if connection.process is not None:
-                            selector.register(connection.process, selectors.EVENT_READ, connection.rank)
+                    request()
+
+    def _read_ready(self, timeout: float | None) -> None:
+        """Reports what has come. Waits for something first, up to ``timeout`` seconds."""
+        selector = self._selector
+        for key, _ in selector.select(timeout):
+            if selector.get_map().get(key.fd) != key:
+                continue  # an event of the same batch has reported the rank
+            connection = key.data
+            if connection is None:
+                os.eventfd_read(self._wake)
+            elif isinstance(connection, Lanes):
+                if self._read_lanes(connection):
+                    selector.unregister(key.fd)
+            elif isinstance(connection, int):
+                selector.unregister(key.fd)
+                self._reports.ended(connection)
+            elif self._read(connection):
+                for descriptor in (connection.socket.fileno(), *connection.pidfds):
+                    selector.unregister(descriptor)
+                if connection.process is not None:
+                    selector.register(connection.process, selectors.EVENT_READ, connection.rank)
 
     def _read(self, connection: Connection) -> bool:
         """Reports what has come over the connection. Returns whether its rank has ended or left."""

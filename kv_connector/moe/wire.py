@@ -1,7 +1,8 @@
 """Messages by which ranks form a group: MessagePack, decoded with types and bounds.
 
 The caller's exchange carries HELLO, LINKS and OUTCOME from every rank to every rank. Only groups of several
-nodes send LINKS. INTRODUCTION travels with a descriptor over a socket between two ranks.
+nodes send LINKS. INTRODUCTION travels with a descriptor over a socket between two ranks. An admission sends
+ADMISSION in place of HELLO.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from kv_connector.moe.settings import GroupSettings
 MAX_BYTES = 8 << 10
 # A handshake of a link has a few KiB for each domain.
 MAX_LINKS_BYTES = 1 << 20
+# A HELLO, and the rank of each expert.
+MAX_ADMISSION_BYTES = MAX_BYTES + limits.MAX_EXPERTS
 MAX_TEXT = 1024
 NAME_BYTES = 16
 SECRET_BYTES = 32
@@ -81,6 +84,28 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"
     """Why this rank cannot take part, or ""."""
 
 
+class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The state of a group at a rank that admits another one."""
+
+    epochs: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)], ...], msgspec.Meta(max_length=limits.MAX_SLOTS)
+    ]
+    """Number of dispatches in each slot, modulo 2^32."""
+    masked: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=limits.MAX_RANKS)]
+    """Ranks that steps go on without, in order."""
+    owners: Annotated[bytes, msgspec.Meta(max_length=limits.MAX_EXPERTS)]
+    """The rank of each expert. Empty: every row goes to every rank."""
+
+
+class Admission(Hello, frozen=True, forbid_unknown_fields=True, tag="admission", kw_only=True):
+    """The first message of a rank in an admission."""
+
+    admits: _Rank
+    """The rank to admit, which may be the sender."""
+    member: Membership | None = None
+    """None: the sender is the new process."""
+
+
 class Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="links"):
     """A step of connecting ranks of different nodes."""
 
@@ -104,6 +129,7 @@ class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
 
 _M = TypeVar("_M", bound=msgspec.Struct)
+_H = TypeVar("_H", bound=Hello)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -130,16 +156,62 @@ def read_hellos(messages: Sequence[bytes], ranks: int) -> list[Hello]:
 
     The error depends on the messages alone, so all ranks raise the same.
     """
+    return _read_hellos(messages, ranks, Hello, MAX_BYTES)
+
+
+def read_admissions(messages: Sequence[bytes], ranks: int) -> tuple[list[Admission], Membership]:
+    """The ADMISSION of every rank, and the state that all members of the group have alike.
+
+    Raises GroupError where the rank cannot be admitted, alike on all ranks.
+    """
+    hellos = _read_hellos(messages, ranks, Admission, MAX_ADMISSION_BYTES)
+    admits = hellos[0].admits
+    if not hellos[0].facts.survive:
+        raise GroupError("the group does not survive the end of a rank. Set survive=True on all ranks.")
+    members = []
+    for rank, hello in enumerate(hellos):
+        if hello.admits != admits:
+            raise GroupError(f"rank {rank} takes part in the admission of rank {hello.admits}, not {admits}")
+        if (hello.member is None) != (rank == admits):
+            raise GroupError(f"only rank {admits} may be a new process, and rank {rank} is not as expected")
+        if hello.member is not None:
+            members.append((rank, hello.member))
+    first_rank, first = members[0]
+    for rank, member in members:
+        if admits not in member.masked:
+            raise GroupError(
+                f"rank {rank} has not gone on without rank {admits}. "
+                "End the old process, and run a step on all other ranks."
+            )
+        if other := [one for one in member.masked if one != admits]:
+            raise GroupError(
+                f"rank {rank} goes on without rank {other[0]}, too. "
+                "A group admits a rank only if no other one is missing."
+            )
+        if member.epochs != first.epochs:
+            raise GroupError(
+                f"rank {rank} has run another number of dispatches than rank {first_rank}. "
+                "Call admit() after the same step on all ranks."
+            )
+        if member.owners != first.owners:
+            raise GroupError(
+                f"rank {rank} has another placement of experts than rank {first_rank}. "
+                "Call place() alike on all ranks."
+            )
+    return hellos, first
+
+
+def _read_hellos(messages: Sequence[bytes], ranks: int, kind: type[_H], most: int) -> list[_H]:
     if len(messages) != ranks:
         raise GroupError(f"{len(messages)} ranks exchange messages, the setting ranks is {ranks}")
-    releases = [_decode(message, HelloRelease, rank).release for rank, message in enumerate(messages)]
+    releases = [_decode(message, HelloRelease, rank, most).release for rank, message in enumerate(messages)]
     for rank, release in enumerate(releases):
         if release != releases[0]:
             raise GroupError(
                 f"rank {rank} has kv-connector {release}, rank 0 has {releases[0]}. "
                 "Install the same release for all ranks."
             )
-    hellos = [_decode(message, Hello, rank) for rank, message in enumerate(messages)]
+    hellos = [_decode(message, kind, rank, most) for rank, message in enumerate(messages)]
     problems = [(rank, hello.problem) for rank, hello in enumerate(hellos)]
     first = hellos[0]
     for rank, hello in enumerate(hellos):
@@ -153,7 +225,7 @@ def read_hellos(messages: Sequence[bytes], ranks: int) -> list[Hello]:
                     "Set the same value on all ranks."
                 )
     raise_problems(problems)
-    firsts: dict[str, Hello] = {}
+    firsts: dict[str, _H] = {}
     for rank, hello in enumerate(hellos):
         if hello.machine != first.machine and not first.facts.lanes:
             raise GroupError(

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Checks dispatch and combine of experts on a machine with GPUs, one process per rank.
 
-    tests/gpu/moe.py [--ranks N] [--out FILE] [bytes] [replays] [kill] [survive] [times]
+    tests/gpu/moe.py [--ranks N] [--out FILE] [bytes] [replays] [kill] [survive] [admit] [times]
 
-Without a name it runs all five. Needs torch for CUDA and an extension that was built with nvcc. Exits with 1
+Without a name it runs all six. Needs torch for CUDA and an extension that was built with nvcc. Exits with 1
 if a byte differs. Ranks may share a GPU, which checks bytes and measures nothing. `times` prints microseconds
 of dispatch + combine in CUDA graphs, beside NCCL's all-gather and reduce-scatter: 20 pairs a graph, four
 routings in turn, 100 replays, the slowest rank of each.
@@ -47,12 +47,19 @@ class Rank:
         torch.cuda.set_device(gpu)
         self.device = torch.device("cuda", gpu)
         self.store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=120))
-        self.port, self.told = port, 0
+        self.port, self.room, self.told = port, "", 0
+        self.new = False
+        """A process that takes the place of a killed rank."""
 
     def exchange(self, message: bytes) -> list[bytes]:
         self.told += 1
-        self.store.set(f"{self.told}/{self.rank}", message)
-        return [bytes(self.store.get(f"{self.told}/{rank}")) for rank in range(self.ranks)]
+        keys = [f"{self.room}/{self.told}/{rank}" for rank in range(self.ranks)]
+        self.store.set(keys[self.rank], message)
+        return [bytes(self.store.get(key)) for key in keys]
+
+    def enter(self, room: str) -> None:
+        """Counts exchanges anew, as a new process does."""
+        self.room, self.told = room, 0
 
     def gather(self, value: Any) -> list[Any]:
         return [pickle.loads(message) for message in self.exchange(pickle.dumps(value))]
@@ -61,15 +68,17 @@ class Rank:
         torch.cuda.synchronize()
         self.gather(None)
 
-    def form(
+    def settings(
         self, hidden: int, tokens: int, *, timeout: float = 20.0, slots: int = 1, survive: bool = False
-    ) -> Group:
-        settings = GroupSettings(
+    ) -> GroupSettings:
+        return GroupSettings(
             rank=self.rank, ranks=self.ranks, hidden=hidden, top_k=TOP_K, experts=EXPERTS, max_tokens=tokens,
             row_bytes=2 * hidden + hidden // 32 + 256, slots=slots, device=self.device.index, timeout=timeout,
             survive=survive,
         )  # fmt: skip
-        group = Group.form(settings, self.exchange)
+
+    def form(self, hidden: int, tokens: int, **more: Any) -> Group:
+        group = Group.form(self.settings(hidden, tokens, **more), self.exchange)
         group.place([expert * self.ranks // EXPERTS for expert in range(EXPERTS)])
         return group
 
@@ -244,39 +253,103 @@ def check_kill(of: Rank) -> None:
     group.close()
 
 
-def check_survive(of: Rank) -> None:
-    """Kills the last rank while the kernels of the others wait for it. Their steps go on without it."""
-    hidden, tokens, victim = 7168, 32, of.ranks - 1
-    group = of.form(hidden, tokens, survive=True)
-    sizes, rows, first = [tokens] * of.ranks, tokens * of.ranks, tokens * of.rank
+class SurvivingSteps:
+    """Steps of a group that survives. Ids and sums are compared with their definition."""
 
-    def right_step(seed: int, absent: int) -> None:
+    hidden, tokens = 7168, 32
+
+    def __init__(self, of: Rank, group: Group) -> None:
+        self.of, self.group = of, group
+        self.sizes, self.rows = [self.tokens] * of.ranks, self.tokens * of.ranks
+        self.own = Step(of, self.hidden, self.tokens, of.rank, 0, fp8=True)
+        self.ids = torch.empty(self.rows, TOP_K, dtype=torch.int32, device=of.device)
+        self.results = torch.empty(self.rows, self.hidden, dtype=torch.bfloat16, device=of.device)
+        self.out = torch.empty(self.tokens, self.hidden, dtype=torch.bfloat16, device=of.device)
+
+    def enqueue(self) -> None:
+        got = self.own.dispatch(self.group, self.sizes)
+        self.ids.copy_(got.ids)  # before combine, after which a peer's next rows may arrive
+        self.group.combine_buffer(self.sizes).copy_(self.results)
+        self.group.combine(self.out, self.sizes)
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.enqueue()
+        return graph
+
+    def check(self, seed: int, absent: int = -1, graph: torch.cuda.CUDAGraph | None = None) -> None:
+        of, hidden, tokens = self.of, self.hidden, self.tokens
         steps = [Step(of, hidden, tokens, rank, seed, fp8=True) for rank in range(of.ranks)]
-        got = steps[of.rank].dispatch(group, sizes)
-        group.combine_buffer(sizes).copy_(results_of(of, of.rank, rows, hidden, seed))
-        out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=of.device)
-        group.combine(out, sizes)
+        step = steps[of.rank]
+        for name in ("x", "ids", "weights", "scales"):
+            getattr(self.own, name).copy_(getattr(step, name))
+        self.results.copy_(results_of(of, of.rank, self.rows, hidden, seed))
+        graph.replay() if graph is not None else self.enqueue()
         torch.cuda.synchronize()
-        group.raise_fault()
+        self.group.raise_fault()
         ids = torch.cat([step.ids for step in steps])
         if absent >= 0:
             ids[absent * tokens : (absent + 1) * tokens] = -1
-        assert same(got.ids, ids), f"ids of step {seed}"
-        assert same(out, expected_sum(of, steps[of.rank], rows, hidden, seed, first, absent)), f"step {seed}"
+        assert same(self.ids, ids), f"ids of step {seed}"
+        first = tokens * of.rank
+        sums = expected_sum(of, step, self.rows, hidden, seed, first, absent)
+        assert same(self.out, sums), f"step {seed}"
 
-    for seed in range(3):
-        right_step(seed, -1)
+
+def die(of: Rank) -> None:
     of.sync()
-    if of.rank == victim:
+    if of.rank == of.ranks - 1:
         time.sleep(1.0)  # the kernels of the others are waiting by then
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def check_survive(of: Rank) -> None:
+    """Kills the last rank while the kernels of the others wait for it. Their steps go on without it."""
+    victim = of.ranks - 1
+    group = of.form(SurvivingSteps.hidden, SurvivingSteps.tokens, survive=True)
+    steps = SurvivingSteps(of, group)
+    for seed in range(3):
+        steps.check(seed)
+    die(of)
     times = [time.monotonic()]
     for seed in range(3, 3 + STEPS):
-        right_step(seed, victim)
+        steps.check(seed, victim)
         times.append(time.monotonic())
     assert group.masked() == {victim}
     first_s, next_s = (round(times[step + 1] - times[step], 3) for step in range(2))
     of.tell(check="survive", ranks=of.ranks, after_s=round(first_s - 1.0, 3), next_step_s=next_s, steps=STEPS)
+    group.close()
+
+
+def check_admit(of: Rank) -> None:
+    """Kills the last rank, and admits a new process in its place. Graphs of before stay valid."""
+    victim, hidden, tokens = of.ranks - 1, SurvivingSteps.hidden, SurvivingSteps.tokens
+    if of.new:
+        of.store.get("admission")
+        of.enter("admission")
+        group = Group.join(of.settings(hidden, tokens, survive=True), of.exchange)
+        steps, graph, took = SurvivingSteps(of, group), None, 0.0
+    else:
+        group = of.form(hidden, tokens, survive=True)
+        steps = SurvivingSteps(of, group)
+        for seed in range(3):
+            steps.check(seed)
+        graph = steps.capture()
+        steps.check(3, -1, graph)
+        die(of)
+        for seed in range(4, 10):
+            steps.check(seed, victim)
+        of.store.set("admission", b"1")
+        of.enter("admission")
+        begin = time.monotonic()
+        group.admit(victim, of.exchange)
+        took = time.monotonic() - begin
+    for seed in range(10, 10 + STEPS):
+        steps.check(seed, -1, graph if seed % 2 else None)
+    assert group.masked() == frozenset()
+    of.sync()
+    of.tell(check="admit", ranks=of.ranks, admission_s=round(took, 3), steps=STEPS, different=0)
     group.close()
 
 
@@ -370,12 +443,15 @@ CHECKS = {
     "replays": check_replays,
     "kill": check_kill,
     "survive": check_survive,
+    "admit": check_admit,
     "times": check_times,
 }
 
 
 def run(rank: int, ranks: int, port: int, out: str | None, name: str) -> None:
-    CHECKS[name](Rank(rank, ranks, port, out))
+    of = Rank(min(rank, ranks - 1), ranks, port, out)
+    of.new = rank == ranks
+    CHECKS[name](of)
 
 
 def main() -> None:
@@ -392,13 +468,13 @@ def main() -> None:
         context = mp.get_context("spawn")
         processes = [
             context.Process(target=run, args=(rank, arguments.ranks, port, arguments.out, name))
-            for rank in range(arguments.ranks)
+            for rank in range(arguments.ranks + (name == "admit"))
         ]
         for process in processes:
             process.start()
         for rank, process in enumerate(processes):
             process.join(240)
-            killed = name in ("kill", "survive") and rank == arguments.ranks - 1
+            killed = name in ("kill", "survive", "admit") and rank == arguments.ranks - 1
             if process.exitcode != (-signal.SIGKILL if killed else 0):
                 failed = True
                 sys.stderr.write(f"{name}: rank {rank} ended with {process.exitcode}\n")

@@ -19,8 +19,7 @@ from kv_connector.moe import forming, wire
 from kv_connector.moe import group as group_module
 from kv_connector.moe.fault import ExchangeError
 from kv_connector.moe.group import Group, GroupError
-from kv_connector.moe.pidfds import open_pidfd
-from kv_connector.moe.sentinels import Sentinels
+from kv_connector.moe.sentinels import Sentinels, open_pidfd
 
 RANKS = 3
 
@@ -62,7 +61,7 @@ def test_each_rank_watches_two_sentinels_of_every_other_rank(
     groups = form_in_threads([settings_of(rank, RANKS) for rank in range(RANKS)])
     for group in groups:
         assert isinstance(group, Group)
-        assert [len(one.pidfds) for one in group._watcher._connections] == [3] * (RANKS - 1)
+        assert [len(one.pidfds) for one in group._watcher.connections] == [3] * (RANKS - 1)
     for group in groups:
         assert isinstance(group, Group)
         group.close()

@@ -366,9 +366,10 @@ def test_watch_of_lanes_that_close_before_its_thread_runs_ends_in_order(
         patch.setattr(threading.Thread, "start", lambda thread: None)
         watcher = Watcher([], groups[0], lanes)
     lanes.close()
-    os.eventfd_write(watcher._stop, 1)
+    watcher._requests.put(None)
+    os.eventfd_write(watcher._wake, 1)
     watcher._run()
-    os.close(watcher._stop)
+    os.close(watcher._wake)
     for group in groups:
         group.close()
 
