@@ -6,9 +6,10 @@
 namespace kvc::moe {
 namespace {
 
-constexpr uint32_t kRanks = 3;
-constexpr uint32_t kVictim = 1;
-constexpr uint32_t kNewcomers = 2;  // processes kRanks and kRanks + 1, which become the victim's successors
+constexpr uint32_t kAdmissionRanks = 3;
+constexpr uint32_t kAdmitted = 1;
+constexpr uint32_t kNewcomers =
+    2;  // processes kAdmissionRanks and kAdmissionRanks + 1, which become the victim's successors
 constexpr std::array<uint32_t, 2> kSurvivors = {0, 2};
 
 class MoeAdmission : public testing::TestWithParam<std::tuple<bool, uint32_t>> {
@@ -33,13 +34,13 @@ Status prepare(Rank& rank, uint32_t process) {
   wire.send(must(rank.group->epochs())[kSlot], must(rank.group->descriptor()).get());
   UniqueFd segment;
   if (!wire.receive(&segment) || !segment) throw std::runtime_error("no segment of the new process");
-  return rank.group->prepare_admission(kVictim, segment.get());
+  return rank.group->prepare_admission(kAdmitted, segment.get());
 }
 
 // The new process, until its segment is mapped at all survivors or one of them refused it.
 void join(Rank& rank, GroupConfig config) {
-  rank.rank = config.rank = kVictim;
-  rank.ranks = config.ranks = kRanks;
+  rank.rank = config.rank = kAdmitted;
+  rank.ranks = config.ranks = kAdmissionRanks;
   config.device = rank.device;
   config.first_epoch = 0;
   rank.group = must(Group::create(config));
@@ -57,7 +58,7 @@ void join(Rank& rank, GroupConfig config) {
 
 void run_steps(Survivor& survivor, uint64_t& seed, uint32_t masked) {
   for (int step = 0; step < 4 && !testing::Test::HasFailure(); ++step) {
-    survivor.run(random_step(++seed, kRanks));
+    survivor.run(random_step(++seed, kAdmissionRanks));
     EXPECT_EQ(survivor.masked(), masked);
   }
 }
@@ -76,21 +77,21 @@ void end(RankProcess& process) {
 
 TEST_P(MoeAdmission, TwoNewProcessesOneAfterTheOtherBringBackAllRows) {
   run_ranks(
-      kRanks + kNewcomers, gpu(),
+      kAdmissionRanks + kNewcomers, gpu(),
       [](Rank& rank) {
-        const bool original = rank.rank < kRanks;
+        const bool original = rank.rank < kAdmissionRanks;
         const uint32_t process = rank.rank;
-        rank.ranks = kRanks;
+        rank.ranks = kAdmissionRanks;
         uint64_t seed = 0;
         if (original) {
           Survivor survivor(rank, config());
           rank.stop_watching();
           run_steps(survivor, seed, 0);
           rank.report(0);  // the test ends the victim
-          for (uint32_t newcomer = kRanks; newcomer < kRanks + kNewcomers; ++newcomer) {
-            rank.group->lose(kVictim);
-            rank.group->fence(kVictim);
-            run_steps(survivor, seed, 1U << kVictim);
+          for (uint32_t newcomer = kAdmissionRanks; newcomer < kAdmissionRanks + kNewcomers; ++newcomer) {
+            rank.group->lose(kAdmitted);
+            rank.group->fence(kAdmitted);
+            run_steps(survivor, seed, 1U << kAdmitted);
             must(prepare(rank, newcomer));
             rank.report(0);  // all ranks are prepared
             EXPECT_TRUE(must(rank.group->admit()));
@@ -100,7 +101,7 @@ TEST_P(MoeAdmission, TwoNewProcessesOneAfterTheOtherBringBackAllRows) {
           must(rank.group->close(10'000'000'000));
           return;
         }
-        seed = 8 + uint64_t{process - kRanks} * 8;
+        seed = 8 + uint64_t{process - kAdmissionRanks} * 8;
         join(rank, config());
         Survivor survivor(rank, *rank.group);
         rank.report(0);
@@ -109,22 +110,22 @@ TEST_P(MoeAdmission, TwoNewProcessesOneAfterTheOtherBringBackAllRows) {
         must(rank.group->close(10'000'000'000));
       },
       [](RankProcesses& processes) {
-        meet(processes, {0, kVictim, 2}, [&] { end(processes[kVictim]); });
-        meet(processes, {0, kRanks, 2});
-        meet(processes, {0, kRanks, 2}, [&] { end(processes[kRanks]); });
-        meet(processes, {0, kRanks + 1, 2});
-        meet(processes, {0, kRanks + 1, 2});
+        meet(processes, {0, kAdmitted, 2}, [&] { end(processes[kAdmitted]); });
+        meet(processes, {0, kAdmissionRanks, 2});
+        meet(processes, {0, kAdmissionRanks, 2}, [&] { end(processes[kAdmissionRanks]); });
+        meet(processes, {0, kAdmissionRanks + 1, 2});
+        meet(processes, {0, kAdmissionRanks + 1, 2});
       },
-      {kVictim, kRanks});
+      {kAdmitted, kAdmissionRanks});
 }
 
 // Each refusal leaves the group as it was.
 TEST_P(MoeAdmission, ARefusedAdmissionChangesNothing) {
   run_ranks(
-      kRanks + 1, gpu(),
+      kAdmissionRanks + 1, gpu(),
       [](Rank& rank) {
-        const bool original = rank.rank < kRanks;
-        rank.ranks = kRanks;
+        const bool original = rank.rank < kAdmissionRanks;
+        rank.ranks = kAdmissionRanks;
         uint64_t seed = 0;
         if (!original) {
           join(rank, config());
@@ -146,39 +147,39 @@ TEST_P(MoeAdmission, ARefusedAdmissionChangesNothing) {
         };
         run_steps(survivor, seed, 0);
         refuses(rank.rank, own.get(), "is no other rank");
-        refuses(kRanks, own.get(), "is no other rank");
-        if (rank.rank != kVictim) refuses(kVictim, own.get(), "no launch went on without rank 1");
+        refuses(kAdmissionRanks, own.get(), "is no other rank");
+        if (rank.rank != kAdmitted) refuses(kAdmitted, own.get(), "no launch went on without rank 1");
         rank.report(0);  // the test ends the victim
-        const Step step = random_step(++seed, kRanks);
+        const Step step = random_step(++seed, kAdmissionRanks);
         survivor.prepare(step);
         survivor.dispatch(step, kSend);
         rank.finish();
-        group.lose(kVictim);  // a dispatch that begins after this waits for the end of the process
+        group.lose(kAdmitted);  // a dispatch that begins after this waits for the end of the process
         survivor.dispatch(step, kReceive);
         survivor.experts(step);
         survivor.combine(step, kSend | kReceive);
-        survivor.check(step, 1U << kVictim);
-        refuses(kVictim, own.get(), "the process of rank 1 has not ended");
-        group.fence(kVictim);
-        run_steps(survivor, seed, 1U << kVictim);
+        survivor.check(step, 1U << kAdmitted);
+        refuses(kAdmitted, own.get(), "the process of rank 1 has not ended");
+        group.fence(kAdmitted);
+        run_steps(survivor, seed, 1U << kAdmitted);
         const UniqueFd small(memfd_create("small", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-        EXPECT_FALSE(group.prepare_admission(kVictim, small.get()));
-        EXPECT_FALSE(group.prepare_admission(kVictim, -1));
+        EXPECT_FALSE(group.prepare_admission(kAdmitted, small.get()));
+        EXPECT_FALSE(group.prepare_admission(kAdmitted, -1));
         EXPECT_FALSE(group.admit());
-        must(group.prepare_admission(kVictim, own.get()));
+        must(group.prepare_admission(kAdmitted, own.get()));
         group.cancel_admission();
         EXPECT_FALSE(group.admit());
-        run_steps(survivor, seed, 1U << kVictim);
-        must(prepare(rank, kRanks));
+        run_steps(survivor, seed, 1U << kAdmitted);
+        must(prepare(rank, kAdmissionRanks));
         rank.report(0);
         EXPECT_TRUE(must(group.admit()));
         run_steps(survivor, seed, 0);
       },
       [](RankProcesses& processes) {
-        meet(processes, {0, kVictim, 2}, [&] { end(processes[kVictim]); });
-        meet(processes, {0, kRanks, 2});
+        meet(processes, {0, kAdmitted, 2}, [&] { end(processes[kAdmitted]); });
+        meet(processes, {0, kAdmissionRanks, 2});
       },
-      {kVictim});
+      {kAdmitted});
 }
 
 }  // namespace
