@@ -78,7 +78,7 @@ from kv_connector.protocol.wire.messages import (
     Wants,
     clip,
 )
-from kv_connector.protocol.wire.weight_version import shown_apart
+from kv_connector.protocol.wire.weight_version import shown, shown_apart
 
 _CLOSING = "this engine is shutting down"
 
@@ -270,7 +270,7 @@ class PrefillMachine:
                 continue
             prompt.weights = version
             for transfer in prompt.shares:
-                transfer.forget_pages(f"weights: prefill engine got {version} after it had computed them")
+                transfer.forget_pages(f"weights: prefill engine got {_named(shown(version))} meanwhile")
                 reservation = transfer.reservation
                 if reservation is None:
                     continue
@@ -820,9 +820,13 @@ def _begin(step: tuple[int | None, object]) -> int:
     return -1 if signal_base is None else signal_base
 
 
+def _named(version: str) -> str:
+    return version or "what it was started with"
+
+
 def _other_weights(ours: str, message: Reserve) -> str:
     names = shown_apart(ours, message.weights)
-    prefill, decode = (name or "what it was started with" for name in names)
+    prefill, decode = map(_named, names)
     return f"weights: prefill engine has {prefill}, decode engine has {decode}"
 
 

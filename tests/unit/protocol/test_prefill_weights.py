@@ -27,6 +27,7 @@ from kv_connector.protocol.actions import (
 from kv_connector.protocol.prefill.prefill_machine import PrefillMachine, WritesEnd
 from kv_connector.protocol.prefill.shares import PrefillAction
 from kv_connector.protocol.wire.messages import Fail, FailCode, Reserve, Sampled
+from kv_connector.protocol.wire.weight_version import identity
 
 
 def reserve_of(version: str, **changes: Any) -> Reserve:
@@ -182,12 +183,13 @@ def test_pages_that_are_not_computed_again_with_new_weights_are_stale(
     machine: PrefillMachine, first: tuple[int, ...], rest: tuple[int, ...], reserved_first: bool
 ) -> None:
     """All pages were computed before the weights came, or the pause of the weights kept P's cache."""
-    wanted = msgspec.structs.replace(wanting(), weights="v2")
+    version = identity("v2", "digest")
+    wanted = msgspec.structs.replace(wanting(), weights=version)
     machine.expect(0.0, prefill_request())
     if reserved_first:
         machine.reserve(0.0, PEER, wanted)
     machine.pages_computed(0.0, computed(first))
-    machine.set_weights(0.0, "v2")
+    machine.set_weights(0.0, version)
     if not reserved_first:
         machine.reserve(0.0, PEER, wanted)
     if rest:
@@ -200,6 +202,7 @@ def test_pages_that_are_not_computed_again_with_new_weights_are_stale(
     (fail,) = failed
     assert fail.code is FailCode.STALE
     assert "not computed again: weights: prefill engine" in fail.message
+    assert version not in fail.message
     assert only(actions, Ended).outcome is Outcome.STALE
 
 
